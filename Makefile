@@ -1,0 +1,48 @@
+# make demo   from nothing to the table: environment, model, the main job on SmolLM2-135M
+# make test   the same environment, then the test-suite
+# make lint   ruff and the type checker
+#
+# PYTHON    the interpreter to start from (3.11 or newer)
+# PIP_ARGS  passed to every pip install, for example an index that has PyTorch's CPU wheels
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+$(VENV)/.created:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "selfspec: no interpreter '$(PYTHON)'. Install Python 3.11 or newer, or say which one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "selfspec: '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1), but Python 3.11 or newer is needed. Say which one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+# torch first and by its exact version: an unpinned one would bring gigabytes of CUDA libraries to a machine without a GPU.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt "$(TORCH)"
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python experiments/compare.py experiment=smollm2_quick
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
