@@ -12,8 +12,9 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
+
+import tiny_models
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models for tests: every family the target supports, seeded, small enough that exactness is cheap to check.
+"""Tiny random models for tests: every family the target supports, seeded, small enough to check exactly and often.
 
 Weights are drawn wide (std 0.5), so that logits differ clearly from token to token: with HF's default init the argmax
 of a random model hardly depends on its input, and a test that compares tokens would pass for the wrong reasons.
@@ -179,7 +179,7 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
 
 
 def tiny_model(family: str, **options: object) -> PreTrainedModel:
-    """`tiny_model("qwen3", dtype=torch.float64, tied=True, seed=3)`: one of FAMILIES with the options of its function."""
+    """`tiny_model("qwen3", dtype=torch.float64, tied=True)`: one of FAMILIES with the options of its function."""
     return FAMILIES[family](**options)
 
 
