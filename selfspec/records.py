@@ -1,0 +1,486 @@
+"""What a run leaves behind: the records, and the only code that writes or reads a run directory.
+
+A run directory is the source of truth for every table, so it survives a crash and refuses to lie:
+
+    prompts.jsonl   one line per (prompt_id, method, repeat)            <- the line that makes a result count
+    rounds.jsonl    that result's rounds, written and synced *before* its prompt line
+    summary.json    estimators, with the schema version
+    DONE            written last by atomic rename; holds the number of results
+
+A writer killed at any byte leaves at most a torn last line and one orphaned line of rounds; opening the directory
+again drops both, so a resumed run repeats the unfinished prompt and neither loses nor doubles another one.
+Cost: two `fsync` calls per result, outside every timed section.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import yaml
+
+from selfspec.errors import UserError
+
+SCHEMA_VERSION = 1
+
+Key = tuple[str, str, int]  # prompt_id, method, repeat
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One draft phase, verify pass and commit. `num_emitted` counts the bonus or correction token, after trimming."""
+
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(slots=True)
+class PromptRecord:
+    """One prompt decoded once by one method. Times are in seconds; `total_s` is prefill and decode together."""
+
+    prompt_id: str
+    category: str
+    method: str
+    repeat: int
+    num_prompt_tokens: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # "eos" | "stop_string" | "length"
+    lossy: bool  # the acceptance rule does not keep the target's distribution
+    prefill_s: float
+    ttft_s: float
+    decode_s: float
+    total_s: float
+    alpha_sum: float | None = None  # sum over tested positions of sum_v min(p, q); None: not measured
+    alpha_count: int = 0  # number of positions in `alpha_sum`
+    equals_ar: bool | None = None  # token for token; None: not compared
+    first_divergence: int | None = None  # index of the first generated token that differs
+    divergence_class: str | None = None  # "identical" | "near_tie" | "mismatch"
+    synthetic: bool = False  # acceptance was scripted, not earned by a drafter
+    peak_device_bytes: int | None = None
+    peak_host_bytes: int | None = None
+    rounds: list[RoundRecord] = field(default_factory=list)  # empty for methods without rounds (plain HF generate)
+
+    @property
+    def key(self) -> Key:
+        return (self.prompt_id, self.method, self.repeat)
+
+
+@dataclass(slots=True)
+class TraceToken:
+    """One token of one round, as the trace page colours it. p and q are the probabilities the rule compared."""
+
+    text: str
+    token_id: int
+    kind: str  # "accepted" | "rejected" | "correction" | "bonus"
+    p: float | None = None
+    q: float | None = None
+
+
+@dataclass(slots=True)
+class TraceRound:
+    tokens: list[TraceToken]
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+
+@dataclass(slots=True)
+class TraceRecord:
+    """One generation, round by round: what `selfspec.report.trace` turns into a page."""
+
+    prompt_id: str
+    method: str
+    prompt_text: str
+    rounds: list[TraceRound]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run directory, read and checked. `summary` is None until the run is finished."""
+
+    path: Path
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    prompts: list[PromptRecord]
+    summary: dict[str, Any] | None
+    config_hash: str
+    finished: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def rounds(self) -> dict[Key, list[RoundRecord]]:
+        return {record.key: record.rounds for record in self.prompts}
+
+
+# ---- writing
+
+
+class RunWriter:
+    """The one writer of a run directory. Opening it repairs what a killed writer left and takes the directory's lock.
+
+    Raises `UserError` when another process is writing there, when the run is already finished and something is
+    appended, or when the directory was written with another schema version.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _take_lock(self.path)
+        try:
+            if not self.finished:
+                _repair(self.path)
+            self._keys = [record.key for record in _read_results(self.path)]
+            self._rounds = open(self.path / "rounds.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives as long as the writer
+            self._prompts = open(self.path / "prompts.jsonl", "ab", buffering=0)  # noqa: SIM115
+        except BaseException:
+            self._lock.close()
+            raise
+        self._done = set(self._keys)
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / "DONE").exists()
+
+    def done_keys(self) -> set[Key]:
+        """What is already measured, so that a resumed run can skip it."""
+        return set(self._done)
+
+    def append(self, record: PromptRecord) -> None:
+        """Adds one result; when this returns, it is on disk."""
+        if self.finished:
+            raise UserError(f"{self.path} is a finished run (DONE exists); delete the directory to measure it again.")
+        if record.key in self._done:
+            raise UserError(f"{self.path} already holds {_show(record.key)}; skip the keys in `done_keys()`.")
+        rounds_line, prompt_line = _to_lines(record)
+        _append(self._rounds, rounds_line)
+        _append(self._prompts, prompt_line)
+        self._done.add(record.key)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Writes a side file (`config.yaml`, `overrides.yaml`, `provenance.json`) whole or not at all."""
+        write_atomic(self.path / name, text)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes `summary.json` and then `DONE`: from here on the run counts as complete."""
+        self.write_text("summary.json", to_json({**summary, "schema_version": SCHEMA_VERSION}, indent=2) + "\n")
+        self.write_text("DONE", to_json({"num_results": len(self._done), "schema_version": SCHEMA_VERSION}) + "\n")
+
+    def close(self) -> None:
+        for handle in (self._rounds, self._prompts, self._lock):
+            handle.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinity are refused, floats round-trip exactly."""
+    return json.dumps(value, allow_nan=False, indent=indent)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write, sync, rename, sync the folder: a reader sees the old file or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open(partial, "wb") as handle:
+        handle.write(text.encode())
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_traces(path: str | Path, traces: Iterable[TraceRecord]) -> None:
+    """Writes traces as JSON lines, whole or not at all."""
+    write_atomic(Path(path), "".join(to_json(_trace_to_dict(trace)) + "\n" for trace in traces))
+
+
+# ---- reading
+
+
+def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
+    """Reads and checks a run directory without changing it.
+
+    Raises `UserError` for a missing directory, a run without `DONE` (unless `allow_unfinished`; a torn last line is
+    then left out), damaged lines, doubled results, or another schema version.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a run directory: no such folder.")
+    finished = (path / "DONE").exists()
+    if not finished and not allow_unfinished:
+        raise UserError(f"{path} is not a finished run (no DONE file); resume it, or ask for unfinished runs.")
+    prompts = _read_results(path)
+    summary = None
+    if finished:
+        summary = _read_json(path / "summary.json")
+        done = _read_json(path / "DONE")
+        _check_version(summary.get("schema_version"), path / "summary.json")
+        if done.get("num_results") != len(prompts):
+            raise UserError(
+                f"{path}: DONE counts {done.get('num_results')} results but prompts.jsonl holds {len(prompts)}; "
+                "the run was changed after it finished. Measure it again."
+            )
+    config = _read_yaml(path / "config.yaml", required=finished)
+    provenance_path = path / "provenance.json"
+    provenance = _read_json(provenance_path) if finished or provenance_path.exists() else {}
+    return Run(path, config, provenance, prompts, summary, _config_hash(path, provenance), finished)
+
+
+def read_traces(path: str | Path) -> list[TraceRecord]:
+    """Reads what `write_traces` wrote."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path} is not a trace file: no such file.")
+    return [_trace_from_dict(entry, where) for entry, where in _json_lines(path)]
+
+
+# ---- details
+
+
+def _take_lock(path: Path) -> BinaryIO:
+    handle = open(path / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the handle, and dies with the process
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise UserError(
+            f"{path} is being written by another process; wait for it, stop it, or choose another name for this run."
+        ) from None
+    return handle
+
+
+def _append(handle: FileIO, line: bytes) -> None:
+    """Appends and syncs; a write that fails half-way (a full disk) is taken back, so no later line lands behind it."""
+    start = os.fstat(handle.fileno()).st_size
+    try:
+        left = memoryview(line)
+        while left:
+            left = left[os.write(handle.fileno(), left) :]
+        os.fsync(handle.fileno())
+    except BaseException:
+        os.ftruncate(handle.fileno(), start)
+        raise
+
+
+def _repair(path: Path) -> None:
+    """Drops what a killed writer left: torn last lines, then rounds whose prompt line never came."""
+    for name in ("prompts.jsonl", "rounds.jsonl"):
+        if (path / name).exists():
+            whole = _whole_lines((path / name).read_bytes())
+            if len(whole) < (path / name).stat().st_size:
+                os.truncate(path / name, len(whole))
+    if not (path / "rounds.jsonl").exists():
+        return
+    known = {_key_of(entry, where) for entry, where in _json_lines(path / "prompts.jsonl")}
+    lines = (path / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    entries = _json_lines(path / "rounds.jsonl")
+    kept = [line for line, (entry, where) in zip(lines, entries, strict=True) if _key_of(entry, where) in known]
+    if len(kept) < len(lines):
+        write_atomic(path / "rounds.jsonl", b"".join(kept).decode())
+
+
+def _whole_lines(data: bytes) -> bytes:
+    """`data` up to the last line that was written completely."""
+    whole = data[: data.rfind(b"\n") + 1]
+    last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
+    try:
+        json.loads(last or b"{}")
+    except ValueError:  # a crash of the machine can leave the length without the bytes
+        return whole[: -len(last)]
+    return whole
+
+
+def _json_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
+    """Every whole line as (object, "file:line"); a line that is damaged before the end is an error."""
+    if not path.exists():
+        return []
+    entries = []
+    for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
+        where = f"{path}:{number}"
+        entries.append((_parse_object(line, where), where))
+    return entries
+
+
+def _parse_object(data: bytes, where: str) -> dict[str, Any]:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not a number JSON allows")
+
+    try:
+        value = json.loads(data, parse_constant=refuse)
+    except ValueError as error:
+        raise UserError(f"{where} is damaged ({error}); restore the file or measure the run again.") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where} should hold a JSON object, found {type(value).__name__}.")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise UserError(f"{path.parent} lacks {path.name}; the run directory is incomplete. Measure the run again.")
+    return _parse_object(path.read_bytes(), str(path))
+
+
+def _read_yaml(path: Path, required: bool) -> dict[str, Any]:
+    if not path.exists() and not required:
+        return {}
+    if not path.exists():
+        raise UserError(f"{path.parent} lacks {path.name}; the run directory is incomplete. Measure the run again.")
+    try:
+        value = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}).") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a mapping, found {type(value).__name__}.")
+    return value
+
+
+def _config_hash(path: Path, provenance: Mapping[str, Any]) -> str:
+    """The hash of the resolved config: as recorded, else the end of the directory's name (`<name>-<hash8>`)."""
+    recorded = provenance.get("config_hash")
+    if isinstance(recorded, str) and recorded:
+        return recorded[:8]
+    match = re.search(r"-([0-9a-f]{8})$", path.resolve().name)
+    if match is None:
+        raise UserError(
+            f"{path}: neither provenance.json nor the folder's name (`<name>-<hash8>`) gives a config hash."
+        )
+    return match.group(1)
+
+
+def _check_version(version: object, where: object) -> None:
+    if version != SCHEMA_VERSION:
+        raise UserError(
+            f"{where} has schema version {version}, this selfspec reads version {SCHEMA_VERSION}; "
+            "use the version that wrote it, or measure the run again."
+        )
+
+
+def _to_lines(record: PromptRecord) -> tuple[bytes, bytes]:
+    prompt_id, method, repeat = record.key
+    rounds = [[getattr(entry, name) for name in _ROUND_FIELDS] for entry in record.rounds]
+    rounds_line = to_json({"prompt_id": prompt_id, "method": method, "repeat": repeat, "rounds": rounds})
+    values = {name: getattr(record, name) for name in _PROMPT_FIELDS}
+    prompt_line = to_json({"schema_version": SCHEMA_VERSION, **values})
+    return rounds_line.encode() + b"\n", prompt_line.encode() + b"\n"
+
+
+def _read_results(path: Path) -> list[PromptRecord]:
+    prompt_lines = _json_lines(path / "prompts.jsonl")  # before the rounds: a live writer is never ahead of us here
+    rounds_of = {}
+    for entry, where in _json_lines(path / "rounds.jsonl"):
+        rounds_of[_key_of(entry, where)] = (entry.get("rounds"), where)
+    records: dict[Key, PromptRecord] = {}
+    for entry, where in prompt_lines:
+        record = _prompt_from_dict(entry, where)
+        if record.key in records:
+            raise UserError(f"{where} repeats {_show(record.key)}; two writers must have used this directory.")
+        if record.key not in rounds_of:
+            raise UserError(f"{where}: rounds.jsonl has no line for {_show(record.key)}; measure the run again.")
+        record.rounds = _rounds_from_lists(*rounds_of[record.key])
+        records[record.key] = record
+    return list(records.values())
+
+
+def _prompt_from_dict(entry: Mapping[str, Any], where: str) -> PromptRecord:
+    _check_version(entry.get("schema_version"), where)
+    found = set(entry) - {"schema_version"}
+    if found != set(_PROMPT_FIELDS):
+        wrong = sorted(found.symmetric_difference(_PROMPT_FIELDS))
+        raise UserError(f"{where}: missing or unknown fields {wrong}; schema {SCHEMA_VERSION} has {_PROMPT_FIELDS}.")
+    for name in _PROMPT_FIELDS:
+        _check_type(entry[name], _PROMPT_TYPES[name], f"{where}: {name}")
+    return PromptRecord(**{name: entry[name] for name in _PROMPT_FIELDS})
+
+
+def _rounds_from_lists(value: object, where: str) -> list[RoundRecord]:
+    if not isinstance(value, list):
+        raise UserError(f"{where}: rounds should be a list, found {type(value).__name__}.")
+    for entry in value:
+        if not isinstance(entry, list) or len(entry) != len(_ROUND_FIELDS):
+            raise UserError(f"{where}: a round should be a list {_ROUND_FIELDS}, found {entry!r}.")
+        for name, number in zip(_ROUND_FIELDS, entry, strict=True):
+            _check_type(number, _ROUND_TYPES[name], f"{where}: {name}")
+    return [RoundRecord(*entry) for entry in value]
+
+
+def _trace_to_dict(trace: TraceRecord) -> dict[str, Any]:
+    rounds = [
+        {
+            "tokens": [[getattr(token, field.name) for field in fields(TraceToken)] for token in entry.tokens],
+            "draft_s": entry.draft_s,
+            "verify_s": entry.verify_s,
+            "other_s": entry.other_s,
+        }
+        for entry in trace.rounds
+    ]
+    head = {"prompt_id": trace.prompt_id, "method": trace.method, "prompt_text": trace.prompt_text}
+    return {"schema_version": SCHEMA_VERSION, **head, "rounds": rounds}
+
+
+def _trace_from_dict(entry: Mapping[str, Any], where: str) -> TraceRecord:
+    _check_version(entry.get("schema_version"), where)
+    try:
+        rounds = [
+            TraceRound(
+                [TraceToken(*token) for token in part["tokens"]], part["draft_s"], part["verify_s"], part["other_s"]
+            )
+            for part in entry["rounds"]
+        ]
+        return TraceRecord(entry["prompt_id"], entry["method"], entry["prompt_text"], rounds)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{where} is not a trace of this schema ({error!r}); write it with `write_traces`.") from None
+
+
+def _key_of(entry: Mapping[str, Any], where: str) -> Key:
+    key = (entry.get("prompt_id"), entry.get("method"), entry.get("repeat"))
+    for name, value in zip(("prompt_id", "method", "repeat"), key, strict=True):
+        _check_type(value, _PROMPT_TYPES[name], f"{where}: {name}")
+    return key  # type: ignore[return-value]  # just checked
+
+
+def _show(key: Key) -> str:
+    return f"prompt {key[0]!r}, method {key[1]!r}, repeat {key[2]}"
+
+
+def _check_type(value: object, allowed: str, where: str) -> None:
+    """`allowed` is the field's annotation, e.g. "float | None"; an int is a fine float, a bool is neither."""
+    for name in allowed.split(" | "):
+        if name == "None" and value is None:
+            return
+        if name == "list[int]" and isinstance(value, list) and all(type(item) is int for item in value):
+            return
+        if name in _SCALARS and type(value) in _SCALARS[name]:
+            return
+    raise UserError(f"{where} should be {allowed}, found {value!r}.")
+
+
+_SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
+_ROUND_TYPES = {item.name: str(item.type) for item in fields(RoundRecord)}
+_ROUND_FIELDS = list(_ROUND_TYPES)
+_PROMPT_TYPES = {item.name: str(item.type) for item in fields(PromptRecord) if item.name != "rounds"}
+_PROMPT_FIELDS = list(_PROMPT_TYPES)
