@@ -1,0 +1,1 @@
+"""Clocks, the measuring protocol, memory, the plain HF baseline, and the divergence report."""
