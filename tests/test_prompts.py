@@ -1,0 +1,156 @@
+"""Prompt sets: ours is what it claims to be, others' files are read as they are, and bad lines are named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from selfspec.errors import UserError
+from selfspec.prompts import Prompt, bundled_sets, load_prompts, prompts_from_config, prompts_hash, take_evenly
+
+CATEGORIES = ("chat", "code", "math", "summarise", "translate", "qa")
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def test_selfspec48_has_eight_distinct_prompts_in_each_of_six_categories():
+    prompts = load_prompts("selfspec48")
+    assert Counter(prompt.category for prompt in prompts) == dict.fromkeys(CATEGORIES, 8)
+    assert len({prompt.prompt_id for prompt in prompts}) == 48
+    assert len({prompt.turns for prompt in prompts}) == 48
+    assert "selfspec48" in bundled_sets()
+
+
+def test_selfspec48_passages_are_of_realistic_length():
+    for prompt in load_prompts("selfspec48", categories=["summarise", "qa"]):
+        assert 100 <= len(" ".join(prompt.turns).split()) <= 280, prompt.prompt_id
+
+
+def test_selfspec48_has_not_changed():
+    """Published numbers name this hash: a changed prompt makes a new set with a new name."""
+    assert (
+        prompts_hash(load_prompts("selfspec48")) == "d4a1eee43561fc56507499f4033e786ffeca6082a452387f7d393fc07c0e981d"
+    )
+
+
+@pytest.mark.parametrize("limit", [1, 5, 6, 12, 13, 47, 48, 1000])
+def test_limit_takes_evenly_from_each_category_and_keeps_the_order(limit: int):
+    everything = load_prompts("selfspec48")
+    some = load_prompts("selfspec48", limit=limit)
+    counts = Counter(prompt.category for prompt in some)
+    assert len(some) == min(limit, 48)
+    assert max(counts.values()) - min(counts[category] for category in CATEGORIES) <= 1
+    assert some == [prompt for prompt in everything if prompt in set(some)]
+    assert some == load_prompts("selfspec48", limit=limit)
+
+
+def test_a_smaller_limit_is_a_subset_of_a_larger_one():
+    assert set(load_prompts("selfspec48", limit=7)) < set(load_prompts("selfspec48", limit=20))
+
+
+def test_uneven_categories_are_exhausted_one_after_another():
+    prompts = [Prompt(f"a{i}", "a", ("x",)) for i in range(5)] + [Prompt("b0", "b", ("x",))]
+    assert [prompt.prompt_id for prompt in take_evenly(prompts, 4)] == ["a0", "a1", "a2", "b0"]
+
+
+def test_spec_bench_lines_keep_their_turns_and_ignore_the_reference(tmp_path: Path):
+    path = write(
+        tmp_path / "question.jsonl",
+        {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."], "reference": ["x"]},
+        {"question_id": 82, "category": "qa", "turns": ["Why?"]},
+    )
+    assert load_prompts(path) == [
+        Prompt("81", "writing", ("Compose.", "Rewrite.")),
+        Prompt("82", "qa", ("Why?",)),
+    ]
+
+
+def test_lines_without_id_and_category_get_stable_ones(tmp_path: Path):
+    path = write(tmp_path / "mine.jsonl", {"prompt": "Hello"}, "", {"prompt": "Bye"})
+    first, second = load_prompts(str(path))
+    assert (first.category, first.turns) == ("default", ("Hello",))
+    write(path, {"prompt": "Bye"}, {"prompt": "Hello"})
+    assert load_prompts(path) == [second, first]
+
+
+def test_hash_depends_on_every_field_and_the_order():
+    base = [Prompt("a", "c", ("x",)), Prompt("b", "c", ("y",))]
+    others = [
+        [Prompt("A", "c", ("x",)), base[1]],
+        [Prompt("a", "C", ("x",)), base[1]],
+        [Prompt("a", "c", ("x", "x")), base[1]],
+        base[::-1],
+        base[:1],
+    ]
+    assert len({prompts_hash(prompts) for prompts in [base, *others]}) == 6
+
+
+GOOD = {"prompt_id": "a", "turns": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'prompt': 'x'}", "line 2 is not JSON"),
+        ('["x"]', "line 2 is a list"),
+        ({"text": "x"}, 'neither "turns" nor "prompt" (its keys: text)'),
+        ({"prompt": "x", "turns": ["x"]}, 'both "turns" and "prompt"'),
+        ({"turns": "x"}, '"turns" is not a list'),
+        ({"turns": []}, '"turns" is not a list'),
+        ({"turns": ["x", "  "]}, "turn 2 is '  '"),
+        ({"turns": [{"role": "user"}]}, "turn 1 is {'role': 'user'}"),
+        ({"prompt": None}, "turn 1 is None"),
+        ({"prompt": "x", "category": 3}, "category=3"),
+        ({"prompt": "x", "id": 1.5}, "id=1.5"),
+        ({"prompt": "x", "id": ""}, "id=''"),
+        ({"prompt": "x", "id": 1, "question_id": 2}, "question_id and id"),
+        ({"prompt": "x", "prompt_id": "a"}, "lines 1 and 2 both are 'a'"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: object, message: str):
+    path = write(tmp_path / "bad.jsonl", GOOD, line)
+    with pytest.raises(UserError) as error:
+        load_prompts(path)
+    assert message in str(error.value)
+    assert "2" in str(error.value)
+
+
+def test_bad_arguments_say_what_is_allowed(tmp_path: Path):
+    with pytest.raises(UserError, match=r"neither a bundled set nor a file. Bundled: .*selfspec48"):
+        load_prompts("selfspec49")
+    with pytest.raises(UserError, match="is a folder"):
+        load_prompts(tmp_path)
+    with pytest.raises(UserError, match="no category 'maths'. It has: chat, code, math"):
+        load_prompts("selfspec48", categories=["maths"])
+    with pytest.raises(UserError, match="leaves no prompt"):
+        load_prompts("selfspec48", categories=[])
+    for limit in (0, -1, True, 2.5):
+        with pytest.raises(UserError, match="Give 1 or more"):
+            load_prompts("selfspec48", limit=limit)
+    with pytest.raises(UserError, match="holds no prompt"):
+        load_prompts(write(tmp_path / "empty.jsonl", "", " "))
+    binary = tmp_path / "binary.jsonl"
+    binary.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_prompts(binary)
+
+
+def test_config_is_checked(tmp_path: Path):
+    assert len(prompts_from_config({"name": "selfspec48", "categories": ["math"], "limit": 3})) == 3
+    path = write(tmp_path / "mine.jsonl", GOOD)
+    assert prompts_from_config({"path": str(path), "categories": None, "limit": None}) == load_prompts(path)
+    for config, message in [
+        ({}, "not neither"),
+        ({"name": "selfspec48", "path": str(path)}, "not both"),
+        ({"name": "selfspec48", "limits": 3}, "prompts.limits is unknown"),
+        ({"name": "selfspec48", "categories": "math"}, "is not a list"),
+        ({"name": str(path)}, "neither a bundled set nor a file"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prompts_from_config(config)
