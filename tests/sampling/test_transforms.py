@@ -1,0 +1,96 @@
+"""Every built-in transform against the transformers processor it claims to be, on random logits with real prefixes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from selfspec.sampling import Prefix, Sampling, build_transforms
+
+B, T, S, V = 3, 4, 24, 40
+STARTS = [0, 2, 5]
+PROMPT_LENS = [4, 3, 1]
+COMMITTED = [12, 9, 7]  # slots, padding included
+
+
+def make_case(seed: int = 0, ties: bool = False) -> tuple[Tensor, Prefix]:
+    generator = torch.Generator().manual_seed(seed)
+    logits_BTV = torch.randn(B, T, V, generator=generator) * 3
+    if ties:
+        logits_BTV = logits_BTV.round()  # a few distinct values: every boundary falls into a tie
+    tokens_BS = torch.randint(0, 6, (B, S), generator=generator)  # few ids, so n-grams do repeat
+    ends_BT = torch.tensor(COMMITTED)[:, None] + torch.arange(T)
+    tokens_BS[torch.arange(S) >= ends_BT[:, -1:]] = -7  # stale slots hold garbage
+    return logits_BTV, Prefix(tokens_BS, ends_BT, torch.tensor(PROMPT_LENS), torch.tensor(STARTS))
+
+
+def by_hf(processors: list[hf.LogitsProcessor], logits_BTV: Tensor, prefix: Prefix) -> Tensor:
+    """What generate would compute at each position, one call per (row, position)."""
+    out_BTV = torch.empty_like(logits_BTV)
+    for b in range(B):
+        for t in range(T):
+            input_ids = prefix.tokens_BS[b, STARTS[b] : int(prefix.ends_BT[b, t])][None]
+            scores = logits_BTV[b, t][None].clone()
+            for processor in processors:
+                scores = processor(input_ids, scores)
+            out_BTV[b, t] = scores[0]
+    return out_BTV
+
+
+SAME_AS_HF = {
+    "temperature": (dict(temperature=0.7), [hf.TemperatureLogitsWarper(0.7)]),
+    "top_k": (dict(temperature=1.0, top_k=5), [hf.TopKLogitsWarper(5)]),
+    "top_k_above_vocabulary": (dict(temperature=1.0, top_k=V + 9), [hf.TopKLogitsWarper(V + 9)]),
+    "top_p": (dict(temperature=1.0, top_p=0.8), [hf.TopPLogitsWarper(0.8)]),
+    "top_p_tiny": (dict(temperature=1.0, top_p=1e-9), [hf.TopPLogitsWarper(1e-9)]),
+    "min_p": (dict(temperature=1.0, min_p=0.1), [hf.MinPLogitsWarper(0.1)]),
+    "min_p_one": (dict(temperature=1.0, min_p=1.0), [hf.MinPLogitsWarper(1.0)]),
+    "repetition": (dict(repetition_penalty=1.3), [hf.RepetitionPenaltyLogitsProcessor(1.3)]),
+    "repetition_below_one": (dict(repetition_penalty=0.8), [hf.RepetitionPenaltyLogitsProcessor(0.8)]),
+    "ngram_1": (dict(no_repeat_ngram_size=1), [hf.NoRepeatNGramLogitsProcessor(1)]),
+    "ngram_2": (dict(no_repeat_ngram_size=2), [hf.NoRepeatNGramLogitsProcessor(2)]),
+    "ngram_3": (dict(no_repeat_ngram_size=3), [hf.NoRepeatNGramLogitsProcessor(3)]),
+    "ngram_above_prefix": (dict(no_repeat_ngram_size=20), [hf.NoRepeatNGramLogitsProcessor(20)]),
+    "logit_bias": (
+        dict(logit_bias={3: 2.5, 7: -math.inf}),
+        [hf.SequenceBiasLogitsProcessor({(3,): 2.5, (7,): -math.inf})],
+    ),
+    "suppress": (dict(suppress_tokens=(0, 5, V + 3)), [hf.SuppressTokensLogitsProcessor((0, 5, V + 3))]),
+    "everything_in_generate_order": (
+        dict(
+            temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, no_repeat_ngram_size=2,
+            logit_bias={3: 2.5}, suppress_tokens=(5,),
+        ),
+        [
+            hf.SequenceBiasLogitsProcessor({(3,): 2.5}),
+            hf.RepetitionPenaltyLogitsProcessor(1.2),
+            hf.NoRepeatNGramLogitsProcessor(2),
+            hf.SuppressTokensLogitsProcessor((5,)),
+            hf.TemperatureLogitsWarper(0.7),
+            hf.TopKLogitsWarper(20),
+            hf.TopPLogitsWarper(0.9),
+            hf.MinPLogitsWarper(0.02),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("name", SAME_AS_HF)
+def test_transform_equals_transformers_bit_for_bit(name: str, ties: bool) -> None:
+    settings, processors = SAME_AS_HF[name]
+    for seed in range(5):
+        logits_BTV, prefix = make_case(seed, ties)
+        ours = build_transforms(Sampling(**settings), None, V)(logits_BTV, prefix)
+        assert torch.equal(ours, by_hf(processors, logits_BTV, prefix))
+
+
+def test_top_p_boundary_that_falls_on_the_threshold_is_removed_as_in_transformers() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().expand(B, T, 4)
+    ours = build_transforms(Sampling(temperature=1.0, top_p=0.75))(logits, None)
+    assert torch.equal(ours, by_hf([hf.TopPLogitsWarper(0.75)], logits.contiguous(), make_case()[1]))
+    assert torch.isfinite(ours).sum(-1).eq(2).all()
