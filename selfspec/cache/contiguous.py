@@ -1,0 +1,116 @@
+"""One preallocated key/value buffer for every layer of the target and of its draft.
+
+Layout: one flat allocation, viewed per layer as keys and values `[B*S, G, D]`, slot `b*S + position` for row `b`. Writing is one
+`index_copy_` whatever the number of rows; reading row `b` is a strided view, nothing is copied. Rolling back is not an
+operation of the cache at all: a slot beyond a row's length is masked, and overwritten by the next pass.
+The last slot of each row is *trash*: padding and finished rows write there, so that shapes never change.
+
+Cost: `rows * slots * kv_bytes_per_slot(shapes)` bytes, once per run; `data_ptr` never changes.
+
+Shape letters: B rows, T positions in this pass, S slots, G kv heads, R query heads per kv head, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+EXTENT_STEP = 64  # attention reads the valid slots rounded up to this: few shapes, little waste
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores per token: keys and values of `num_kv_heads * head_dim` numbers each."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+def kv_bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes that one token occupies over all layers: 2 (keys, values) * Σ G*D * itemsize."""
+    return 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of `len(shapes)` layers for `rows` sequences of at most `capacity` tokens."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.num_rows = rows
+        self.capacity = capacity
+        self.num_slots = -(-(capacity + 1) // EXTENT_STEP) * EXTENT_STEP  # the last one is trash
+        widths = [shape.num_kv_heads * shape.head_dim for shape in self.shapes]
+        per_layer = [2 * width * rows * self.num_slots for width in widths]
+        self.storage = torch.zeros(sum(per_layer), dtype=dtype, device=device)
+        self.keys: list[Tensor] = []  # per layer [B*S, G, D]
+        self.values: list[Tensor] = []
+        for shape, chunk in zip(self.shapes, self.storage.split(per_layer), strict=True):
+            keys, values = chunk.view(2, rows * self.num_slots, shape.num_kv_heads, shape.head_dim)
+            self.keys.append(keys)
+            self.values.append(values)
+        self._row_starts_B1 = torch.arange(rows, device=device)[:, None] * self.num_slots
+        self._slot_ids_S = torch.arange(self.num_slots, device=device)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.storage.numel() * self.storage.dtype.itemsize
+
+    def open(self, positions_BT: Tensor, extent: int, rows: slice = slice(None), layer_offset: int = 0) -> Pass:
+        """One forward pass over `positions_BT` (int64, −1 = padding) of `rows`, reading slots `[0, extent)`.
+
+        `extent` must exceed every position in use; it is rounded up to `EXTENT_STEP` and kept clear of the trash slot.
+        """
+        extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.num_slots)
+        trash_B1 = self._row_starts_B1[rows] + (self.num_slots - 1)
+        slots_BT = torch.where(positions_BT >= 0, self._row_starts_B1[rows] + positions_BT, trash_B1)
+        return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset)
+
+
+@dataclass
+class Pass:
+    """Where one forward pass writes and what it sees. Computed once, used by every layer.
+
+    It is what a transformers attention layer is handed as its cache: `update` stores this pass's keys and values and
+    returns everything the pass may attend to; `mask` hides the slots that lie after each query (or before its window).
+    """
+
+    cache: KVCache
+    positions_BT: Tensor  # int64, >= 0
+    slots_N: Tensor  # int64 [B*T], flat write index
+    extent: int
+    rows: slice
+    layer_offset: int = 0
+    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def update(self, keys_BGTD: Tensor, values_BGTD: Tensor, layer_idx: int, *_args: object, **_kwargs: object):
+        """Write this pass's keys and values, return those of slots `[0, extent)` as `[B, G, extent, D]` views."""
+        layer = layer_idx + self.layer_offset
+        views = []
+        for buffer, fresh_BGTD in ((self.cache.keys[layer], keys_BGTD), (self.cache.values[layer], values_BGTD)):
+            buffer.index_copy_(0, self.slots_N, fresh_BGTD.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
+            by_row = buffer.unflatten(0, (self.cache.num_rows, self.cache.num_slots))
+            views.append(by_row[self.rows, : self.extent].transpose(1, 2))
+        return views[0], views[1]
+
+    def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Additive mask `[B, 1, R*T, extent]`: 0 where slot <= position (and > position − window), −inf elsewhere.
+
+        Never `None`: with more than one query on a preallocated cache, no mask is silently wrong.
+        """
+        key = (window, repeats, dtype)
+        if key not in self._masks:
+            slot_ids_S = self.cache._slot_ids_S[: self.extent]
+            behind_BTS = self.positions_BT[..., None] - slot_ids_S
+            seen_BTS = behind_BTS >= 0
+            if window is not None:
+                seen_BTS &= behind_BTS < window
+            mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=seen_BTS.device).masked_fill_(
+                ~seen_BTS, float("-inf")
+            )
+            self._masks[key] = mask_BTS[:, None].repeat(1, 1, repeats, 1)
+        return self._masks[key]

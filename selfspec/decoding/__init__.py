@@ -1,0 +1,8 @@
+"""The round, the loop, rows and stopping."""
+
+from selfspec.decoding.decoder import Decoder, decode
+from selfspec.decoding.loop import RoundEvent
+from selfspec.decoding.requests import Output
+from selfspec.decoding.rows import Rows
+
+__all__ = ["Decoder", "Output", "RoundEvent", "Rows", "decode"]

@@ -1,0 +1,150 @@
+"""The public face of the engine: `decode` for one call, `Decoder` to keep one cache over many.
+
+Everything that can be wrong with a call is checked before anything is allocated or run, and an exception leaves model and
+cache as they were: rows are released, and what is in the cache stays usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from selfspec.decoding.loop import RoundEvent, run_requests
+from selfspec.decoding.requests import Output, Prompt, Request, check_length, encode_prompt
+from selfspec.decoding.rows import Rows
+from selfspec.decoding.sampler import Sampler
+from selfspec.decoding.stopping import StopStrings
+from selfspec.drafters import Drafter, NoDraft
+from selfspec.errors import UserError
+from selfspec.lookahead import Lookahead, build_lookahead
+from selfspec.sampling import Sampling, build_rule, build_transforms
+from selfspec.target import Target
+
+
+class Decoder:
+    """One target, one drafter, one allocation: decodes call after call on the same cache.
+
+    The cache grows (is allocated anew) only when a call needs more slots or rows than any before; give `capacity` to
+    allocate once. With `reuse=True` a prompt that continues what its row holds (a further turn of a chat) only has its new
+    tokens processed.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, max_batch_rows: int = 1, capacity: int = 0
+    ) -> None:
+        if isinstance(max_batch_rows, bool) or not isinstance(max_batch_rows, int) or max_batch_rows < 1:
+            raise UserError(f"max_batch_rows={max_batch_rows!r} is not possible: allowed is 1 or more.")
+        self.target = target
+        self.drafter: Drafter = drafter if drafter is not None else NoDraft()
+        self.max_batch_rows = max_batch_rows
+        self.capacity = capacity
+        self.rows: Rows | None = None
+
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        lookahead: int | str | dict[str, Any] | Lookahead = 4,
+        sampling: Sampling | None = None,
+        acceptance: str = "auto",
+        processors: Sequence[Any] | None = None,
+        seed: int = 0,
+        eos_token_ids: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        ignore_eos: bool = False,
+        on_round: Callable[[RoundEvent], None] | None = None,
+        reuse: bool = False,
+    ) -> list[Output]:
+        """Decode all prompts (text, token ids or chats, mixed); outputs in their order.
+
+        Raises UserError for anything that cannot be honoured, before the model runs.
+        """
+        target = self.target
+        sampling = sampling if sampling is not None else Sampling()
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={max_new_tokens!r} is not possible: allowed is a whole number, 1 or more.")
+        if isinstance(prompts, str):
+            raise UserError("prompts is a list of prompts; given: one text. Write [text].")
+        policy = build_lookahead(lookahead)
+        most = self.drafter.max_drafted
+        if most not in (None, 0) and policy.max_drafted > most:
+            raise UserError(
+                f"The drafter {self.drafter.name!r} drafts at most {most} tokens; lookahead={policy.max_drafted}."
+            )
+        rule = build_rule(acceptance, sampling)
+        sampler = Sampler(build_transforms(sampling, processors, target.vocab_size), rule, seed)
+        stop = StopStrings(stop_strings or (), target.tokenizer)
+        eos = () if ignore_eos else _eos_ids(target, eos_token_ids)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            prompt_ids = encode_prompt(target, prompt)
+            check_length(target, len(prompt_ids), max_new_tokens)
+            requests.append(Request(index, prompt_ids, max_new_tokens, noise_id=index))
+        if not requests:
+            return []
+        width = (0 if most == 0 else policy.max_drafted) + 1
+        longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens + width
+        rows = self._rows_for(longest, eos)
+        try:
+            outputs = run_requests(self.drafter, rows, policy, sampler, stop, requests, on_round, reuse)
+        except BaseException:
+            self.rows = None  # a half-written round is not worth keeping
+            raise
+        return [outputs[index] for index in range(len(requests))]
+
+    def _rows_for(self, capacity: int, eos: Sequence[int]) -> Rows:
+        if self.rows is None or self.rows.capacity < capacity:
+            self.capacity = max(self.capacity, capacity)
+            self.rows = None  # free the old allocation first
+            self.rows = Rows(self.target, self.max_batch_rows, self.capacity)
+            self.drafter.start(self.rows)
+        self.rows.set_eos(eos)
+        return self.rows
+
+
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    lookahead: int | str | dict[str, Any] | Lookahead = 4,
+    sampling: Sampling | None = None,
+    acceptance: str = "auto",
+    processors: Sequence[Any] | None = None,
+    seed: int = 0,
+    eos_token_ids: int | Sequence[int] | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    ignore_eos: bool = False,
+    max_batch_rows: int = 1,
+    on_round: Callable[[RoundEvent], None] | None = None,
+) -> list[Output]:
+    """Decode `prompts` with `target`, drafting with `drafter` (None: autoregressively, same loop, same clock).
+
+    prompts: texts, token-id lists or chats, mixed, of any lengths. Outputs come in the same order. With greedy or lossless
+    acceptance the output is the target's own, whatever the drafter. Raises UserError before anything runs.
+    """
+    rows = min(max_batch_rows, max(len(prompts), 1)) if isinstance(max_batch_rows, int) else max_batch_rows
+    return Decoder(target, drafter, rows).decode(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        lookahead=lookahead,
+        sampling=sampling,
+        acceptance=acceptance,
+        processors=processors,
+        seed=seed,
+        eos_token_ids=eos_token_ids,
+        stop_strings=stop_strings,
+        ignore_eos=ignore_eos,
+        on_round=on_round,
+    )
+
+
+def _eos_ids(target: Target, given: int | Sequence[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return target.eos_token_ids
+    ids = (given,) if isinstance(given, int) else tuple(given)
+    if strange := [token for token in ids if not isinstance(token, int) or not 0 <= token < target.vocab_size]:
+        raise UserError(f"eos_token_ids holds {strange[0]!r}; allowed are token ids 0 to {target.vocab_size - 1}.")
+    return ids

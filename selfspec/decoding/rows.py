@@ -1,0 +1,165 @@
+"""The sequences being decoded: their tokens, their lengths, and one shared cache. Committing moves lengths; nothing is copied.
+
+`tokens_BS` holds each row's committed tokens and, right behind them, the tentative ones a drafter proposed. `lengths_B` counts
+the tokens whose keys and values are in the cache for every layer; the token at that index is the *pending* one: committed,
+not yet run. Everything lives on the device; one small report per round is all the host reads.
+
+Shape letters: B rows, T positions in this pass, K drafted, S slots, E end-of-sequence ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selfspec.cache import Pass
+from selfspec.target import Target
+
+if TYPE_CHECKING:
+    from selfspec.drafters.base import Draft
+    from selfspec.sampling import Verdict
+
+RUNNING, HIT_EOS, HIT_LENGTH = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What the host reads of one row after a round; the columns of `Rows.commit`."""
+
+    num_drafted: int
+    num_accepted: int
+    num_emitted: int  # after trimming at EOS and at the length limit
+    state: int  # RUNNING, HIT_EOS or HIT_LENGTH
+    error: int  # 0, or a code for `selfspec.sampling.raise_for`
+    alpha_sum: float  # Σ over tested positions of Σ_v min(p, q)
+    alpha_count: int
+    drafted_ids: list[int]
+    emitted_ids: list[int]
+
+    @classmethod
+    def parse(cls, columns: list[float]) -> RoundReport:
+        num_drafted, num_accepted, num_emitted, state, error = (int(x) for x in columns[:5])
+        tokens = [int(x) for x in columns[7:]]
+        width = (len(tokens) + 1) // 2
+        emitted_ids = tokens[width - 1 :][:num_emitted]
+        drafted_ids = tokens[:num_drafted]
+        counts = (num_drafted, num_accepted, num_emitted, state, error)
+        return cls(*counts, columns[5], int(columns[6]), drafted_ids, emitted_ids)
+
+
+class Rows:
+    """`num_rows` sequences of at most `capacity` tokens each (prompt, output and one round of drafts)."""
+
+    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+        device = target.device
+        self.target = target
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.cache = target.make_cache(num_rows, capacity)
+        self.draft_state: object = None  # what the drafter keeps for these rows, e.g. a cache of its own
+        slots = self.cache.num_slots
+        self.tokens_BS = torch.zeros(num_rows, slots, dtype=torch.int64, device=device)
+        self.lengths_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.limits_B = torch.zeros_like(self.lengths_B)  # committed tokens at which a row is done
+        self.prompt_lens_B = torch.zeros_like(self.lengths_B)
+        self.request_B = torch.zeros_like(self.lengths_B)  # names the request in the noise, wherever it runs
+        self.active_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        self.eos_E = torch.zeros(0, dtype=torch.int64, device=device)
+        self._steps_S = torch.arange(slots, device=device)
+        self._lengths = [0] * num_rows  # host mirror of lengths_B for active rows, 0 for idle ones
+        self._kept: list[list[int]] = [[] for _ in range(num_rows)]  # host: each row's committed tokens
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens_BS.device
+
+    def set_eos(self, eos_token_ids: Sequence[int]) -> None:
+        self.eos_E = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=self.device)
+
+    def place(self, row: int, prompt_ids: Sequence[int], max_new_tokens: int, request: int, reuse: bool = False) -> int:
+        """Put a prompt into an idle row. Returns how many of its tokens are already in the cache (0 unless `reuse`)."""
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64)
+        self.tokens_BS[row, : len(prompt)] = prompt.to(self.device)
+        self.lengths_B[row] = len(prompt) - 1
+        self.prompt_lens_B[row] = len(prompt)
+        self.limits_B[row] = len(prompt) + max_new_tokens
+        self.request_B[row] = request
+        self.active_B[row] = True
+        usable = self._kept[row][:-1]  # the last token was pending: committed, never run
+        kept = _common_prefix(usable, prompt_ids[:-1]) if reuse else 0
+        self._lengths[row] = len(prompt) - 1
+        self._kept[row] = list(prompt_ids)
+        return kept
+
+    def release(self, row: int) -> None:
+        """The row is done: it writes to the trash slot from now on. Its keys and values stay until it is placed again."""
+        self.active_B[row] = False
+        self._lengths[row] = 0
+
+    def positions(self, first: int, width: int) -> Tensor:
+        """Positions `[B, width]` from `first` past the pending token on; −1 for idle rows."""
+        steps_BT = self.lengths_B[:, None] + first + self._steps_S[:width]
+        return torch.where(self.active_B[:, None], steps_BT, -1)
+
+    def extent(self, first: int, width: int) -> int:
+        """Slots that a pass over `positions(first, width)` may read."""
+        return max(self._lengths) + first + width
+
+    def open(self, first: int, width: int) -> Pass:
+        """A pass of the target over `positions(first, width)`."""
+        return self.cache.open(self.positions(first, width), self.extent(first, width))
+
+    def window(self, first: int, width: int) -> Tensor:
+        """The token ids at `positions(first, width)`, committed or tentative."""
+        return self.tokens_BS.gather(1, (self.lengths_B[:, None] + first + self._steps_S[:width]).clamp(min=0))
+
+    def prompt_chunk(self, row: int, first: int, end: int, width: int) -> tuple[Tensor, Tensor]:
+        """Positions and token ids `[1, width]` of one row from `first` on; −1 from `end` on (padding)."""
+        positions_T = first + self._steps_S[:width]
+        token_ids_T = self.tokens_BS[row].gather(0, positions_T.clamp(max=self.tokens_BS.shape[1] - 1))
+        return torch.where(positions_T < end, positions_T, -1)[None], token_ids_T[None]
+
+    def propose(self, step: int, tokens_BN: Tensor) -> None:
+        """Write N drafted tokens, the first being that of `step` (0-based), behind the committed ones."""
+        steps_N = self._steps_S[step : step + tokens_BN.shape[1]]
+        self.tokens_BS.scatter_(1, self.lengths_B[:, None] + 1 + steps_N, tokens_BN)
+
+    def commit(self, draft: Draft, verdict: Verdict, alpha_B2: Tensor) -> Tensor:
+        """Accepted drafts, then the correction or bonus token; cut at EOS and at the limit. No host read.
+
+        Returns what the host needs to know, `[B, 7 + K + K+1]` in float64 (exact for token ids): see `RoundReport`.
+        """
+        accepted_B1 = verdict.num_accepted_B[:, None]
+        width = draft.tokens_BK.shape[1] + 1
+        steps_T = self._steps_S[:width]
+        padded_BT = torch.nn.functional.pad(draft.tokens_BK, (0, 1))
+        emitted_BT = torch.where(steps_T == accepted_B1, verdict.next_token_B[:, None], padded_BT)
+        room_B1 = (self.limits_B - self.lengths_B)[:, None] - 1
+        stop_BT = (emitted_BT[..., None] == self.eos_E).any(-1)
+        keep_BT = (steps_T <= accepted_B1) & (steps_T < room_B1) & self.active_B[:, None]
+        keep_BT &= (stop_BT.cumsum(1) - stop_BT.long()) == 0  # nothing after the first EOS
+        num_emitted_B = keep_BT.sum(1)
+        hit_length_B = num_emitted_B >= room_B1[:, 0]
+        state_B = torch.where((keep_BT & stop_BT).any(1), HIT_EOS, torch.where(hit_length_B, HIT_LENGTH, RUNNING))
+        self.propose(0, emitted_BT)
+        self.lengths_B += num_emitted_B
+        counts_B4 = torch.stack([draft.num_drafted_B, verdict.num_accepted_B, num_emitted_B, state_B], 1)
+        return torch.cat([counts_B4, verdict.error_B[:, None], alpha_B2, draft.tokens_BK, emitted_BT], 1)
+
+    def advance(self, row: int, emitted: Sequence[int]) -> None:
+        """The host's half of a commit, from the report it read."""
+        self._lengths[row] += len(emitted)
+        self._kept[row] += emitted
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,66 @@
+"""Binds the transforms, the acceptance rule and the seed to the rows: what drafters draw with and the round accepts with.
+
+p and q pass through the same transforms object, so they cannot come to differ by accident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.decoding.rows import Rows
+from selfspec.drafters.base import Draft
+from selfspec.sampling import NoiseKey, Prefix, Rule, Transforms, Verdict
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Transforms, rule and seed of one decode call."""
+
+    transforms: Transforms
+    rule: Rule
+    seed: int = 0
+
+    def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A drafter's own logits for drafted token `step` -> the token `[B]` (written into the rows) and q `[B, V]`."""
+        transformed_BV = self.transforms(logits_BV[:, None], self._prefix(rows, step, 1))[:, 0]
+        token_B, q_BV = self.rule.draw(transformed_BV, self._noise(rows, step))
+        rows.propose(step, token_B[:, None])
+        return token_B, q_BV
+
+    def transform(self, rows: Rows, logits_BTV: Tensor) -> Tensor:
+        """The target's raw logits at the pending and the drafted tokens -> the logits of p."""
+        return self.transforms(logits_BTV, self._prefix(rows, 0, logits_BTV.shape[1]))
+
+    def accept(self, rows: Rows, draft: Draft, logits_BTV: Tensor) -> Verdict:
+        """The logits of p at the pending and the drafted tokens -> what is accepted and what follows."""
+        return self.rule.accept(draft.tokens_BK, draft.q_BKV, draft.num_drafted_B, logits_BTV, self._noise(rows, 0))
+
+    def alpha(self, draft: Draft, logits_BTV: Tensor, verdict: Verdict) -> Tensor:
+        """`[B, 2]` float64: Σ over the tested positions of α = Σ_v min(p, q), and how many positions were tested.
+
+        Tested are the accepted drafts and the first rejected one. Where the rule decides without q (greedy, coupled),
+        a position counts 1 or 0, which has the same mean.
+        """
+        num_drafted = draft.tokens_BK.shape[1]
+        count_B = torch.minimum(verdict.num_accepted_B + 1, draft.num_drafted_B)
+        if not self.rule.needs_q or num_drafted == 0:
+            return torch.stack([verdict.num_accepted_B, count_B], 1).double()
+        p_BKV = torch.softmax(logits_BTV[:, :num_drafted], -1, dtype=torch.float32)
+        if draft.q_BKV is None:  # one-hot q: Σ_v min(p, q) is p of the drafted token
+            overlap_BK = p_BKV.gather(-1, draft.tokens_BK[..., None])[..., 0]
+        else:
+            overlap_BK = torch.minimum(p_BKV, draft.q_BKV).sum(-1)
+        tested_BK = torch.arange(num_drafted, device=count_B.device) < count_B[:, None]
+        return torch.stack([torch.where(tested_BK, overlap_BK, 0).sum(-1).double(), count_B.double()], 1)
+
+    def _prefix(self, rows: Rows, first: int, width: int) -> Prefix | None:
+        """Row (b, t) is conditioned on everything up to and including the token at position lengths + first + t."""
+        if not self.transforms.stateful:
+            return None
+        return Prefix(rows.tokens_BS, rows.positions(first, width) + 1, rows.prompt_lens_B)
+
+    def _noise(self, rows: Rows, step: int) -> NoiseKey:
+        return NoiseKey(self.seed, rows.request_B, rows.lengths_B + 1, step)

@@ -1,0 +1,78 @@
+"""Draft with the target's own first E layers, its final norm and its head; verify with the rest.
+
+The draft writes layers [0, E) of the shared cache and keeps the hidden state at E of every token it ran, the last drafted one
+included (Kangaroo's order, Liu et al. 2024: the shallow pass comes before the decision to stop), so verification runs [E, L)
+and no layer below E ever sees a token twice. LayerSkip (Elhoushi et al. 2024) is this with a model trained for it; an untrained
+model agrees with its own exits too rarely to gain.
+
+Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's head to the first d_vocab
+token ids (lossless: q then has smaller support).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from selfspec.drafters.base import Draft, stack_q
+from selfspec.errors import UserError
+from selfspec.target import Target
+
+if TYPE_CHECKING:
+    from selfspec.decoding.rows import Rows
+    from selfspec.decoding.sampler import Sampler
+
+
+@dataclass
+class Options:
+    """exit_layer: layers run by the draft, 1..L−1."""
+
+    exit_layer: int
+
+
+class EarlyExit:
+    """Drafts from layers [0, exit_layer) of the target itself."""
+
+    name = "early_exit"
+    max_drafted: int | None = None
+
+    def __init__(self, target: Target, exit_layer: int) -> None:
+        if not 1 <= exit_layer < target.num_layers:
+            raise UserError(
+                f"exit_layer={exit_layer} is not possible with {target.name}, which has {target.num_layers} layers: "
+                f"allowed are 1 to {target.num_layers - 1}."
+            )
+        self.target = target
+        self.exit_layer = exit_layer
+
+    def start(self, rows: Rows) -> None:
+        rows.draft_state = None
+
+    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
+        """Nothing to do: the target's prefill has written layers [0, E) already."""
+
+    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
+        tokens: list[Tensor] = []
+        q: list[Tensor | None] = []
+        hidden: list[Tensor] = []
+        for step in range(num_drafted + 1):
+            hidden_B1M = self.target.embed(rows.window(step, 1))
+            hidden.append(self.target.run_layers(hidden_B1M, 0, self.exit_layer, rows.open(step, 1)))
+            if step < num_drafted:  # the last drafted token is run, but nothing is drafted from it
+                token_B, q_BV = sampler.draw(rows, step, self.target.head(hidden[-1])[:, 0])
+                tokens.append(token_B)
+                q.append(q_BV)
+        return Draft(
+            tokens_BK=torch.stack(tokens, 1),
+            num_drafted_B=torch.full_like(rows.lengths_B, num_drafted),
+            q_BKV=stack_q(q),
+            hidden_BTM=torch.cat(hidden, 1),
+            first_layer=self.exit_layer,
+        )
+
+
+def build(target: Target, options: Options) -> EarlyExit:
+    return EarlyExit(target, options.exit_layer)

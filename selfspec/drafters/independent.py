@@ -1,0 +1,103 @@
+"""Draft with another, smaller causal LM over the same vocabulary, with a cache of its own: the baseline of self-speculation.
+
+Leviathan et al. 2023. After a round in which everything was accepted, the draft model has not run the last drafted token. Instead of a
+special case, every round starts with a pass over *two* tokens, the one before the pending token and the pending token, which
+rewrites a slot with what it already holds (or fills the missing one): shapes stay fixed and nothing is ever missing.
+
+Cost: K steps of the small model, and a second prompt pass and cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfspec.cache import KVCache
+from selfspec.drafters.base import Draft, stack_q
+from selfspec.errors import UserError
+from selfspec.target import Target, load_target
+
+if TYPE_CHECKING:
+    from selfspec.decoding.rows import Rows
+    from selfspec.decoding.sampler import Sampler
+
+PREFILL_CHUNK = 64
+
+
+@dataclass
+class Options:
+    """model: conf/target name, local folder, hub id, or (from Python) a `Target`."""
+
+    model: Any
+
+
+class Independent:
+    """Drafts from `model`, a `Target` with the same tokenizer as the one it drafts for."""
+
+    name = "independent"
+    max_drafted: int | None = None
+
+    def __init__(self, target: Target, model: Target) -> None:
+        check_same_tokenizer(target, model)
+        self.model = model
+
+    def start(self, rows: Rows) -> None:
+        if rows.capacity > self.model.max_positions:
+            raise UserError(
+                f"The draft model {self.model.name} has {self.model.max_positions} positions; prompt, output and one "
+                f"draft need {rows.capacity}. Ask for fewer new tokens or use another draft model."
+            )
+        rows.draft_state = self.model.make_cache(rows.num_rows, rows.capacity)
+
+    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
+        cache = _cache_of(rows)
+        for first in range(max(start - 1, 0), end, PREFILL_CHUNK):
+            positions_1T, token_ids_1T = rows.prompt_chunk(row, first, end, PREFILL_CHUNK)
+            pass_ = cache.open(positions_1T, extent=min(first + PREFILL_CHUNK, end), rows=slice(row, row + 1))
+            self.model.run_layers(self.model.embed(token_ids_1T), 0, self.model.num_layers, pass_)
+
+    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
+        tokens: list[Tensor] = []
+        q: list[Tensor | None] = []
+        for step in range(num_drafted):
+            first, width = (-1, 2) if step == 0 else (step, 1)
+            pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
+            hidden_BTM = self.model.embed(rows.window(first, width))
+            hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
+            token_B, q_BV = sampler.draw(rows, step, self.model.head(hidden_BTM[:, -1:])[:, 0])
+            tokens.append(token_B)
+            q.append(q_BV)
+        return Draft(torch.stack(tokens, 1), torch.full_like(rows.lengths_B, num_drafted), stack_q(q))
+
+
+def _cache_of(rows: Rows) -> KVCache:
+    assert isinstance(rows.draft_state, KVCache), "start() was not called for these rows"
+    return rows.draft_state
+
+
+def check_same_tokenizer(target: Target, draft: Target) -> None:
+    """UserError unless both models mean the same text by the same ids."""
+    if target.vocab_size != draft.vocab_size:
+        raise UserError(
+            f"The draft model {draft.name} has a vocabulary of {draft.vocab_size} tokens, the target {target.name} one of "
+            f"{target.vocab_size}. An independent draft needs the same tokenizer."
+        )
+    if target.tokenizer is None or draft.tokenizer is None:
+        return
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours != theirs:
+        differing = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
+        raise UserError(
+            f"The draft model {draft.name} has another tokenizer than the target {target.name}: the token {differing!r} has id "
+            f"{theirs.get(differing)} there and {ours.get(differing)} here. An independent draft needs the same tokenizer."
+        )
+
+
+def build(target: Target, options: Options) -> Independent:
+    model = options.model
+    if not isinstance(model, Target):
+        model = load_target(model, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
+    return Independent(target, model)

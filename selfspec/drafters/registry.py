@@ -1,0 +1,68 @@
+"""Name -> module of every drafter. Nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from selfspec.config import allowed, conf_names, load_conf
+from selfspec.drafters.base import Drafter, NoDraft
+from selfspec.errors import UserError
+from selfspec.target import Target
+
+DRAFTERS = {
+    "early_exit": "selfspec.drafters.early_exit",
+    "independent": "selfspec.drafters.independent",
+    "ngram": "selfspec.drafters.ngram",
+}
+NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
+
+
+def build_drafter(name: str | Mapping[str, Any], target: Target, **overrides: Any) -> Drafter:
+    """A drafter by conf/drafter name (or a mapping with `kind`) and overrides of its options.
+
+    Raises UserError for an unknown name, an unknown or mistyped option, and whatever the drafter itself refuses.
+    """
+    if isinstance(name, str):
+        known = sorted({*conf_names("drafter"), *DRAFTERS, "none"})
+        if name not in known:
+            raise UserError(f"No drafter named {name!r}. {allowed(name, known)}")
+        in_conf = name in conf_names("drafter")
+        given: dict[Any, Any] = OmegaConf.to_container(load_conf("drafter", name)) if in_conf else {"kind": name}  # type: ignore[assignment]
+    else:
+        given = dict(name)
+    given = {**given, **overrides}
+    kind = given.get("kind")
+    options = {str(key): value for key, value in given.items() if key not in NOT_OPTIONS}
+    if kind == "none":
+        if options:
+            raise UserError(f"The drafter 'none' takes no options; given: {', '.join(options)}.")
+        return NoDraft()
+    if kind not in DRAFTERS:
+        raise UserError(f"No drafter of kind {kind!r}. {allowed(str(kind), ['none', *DRAFTERS])}")
+    module = importlib.import_module(DRAFTERS[kind])
+    return module.build(target, _typed_options(kind, module.Options, options))
+
+
+def _typed_options(kind: str, schema: type, given: dict[str, Any]) -> Any:
+    """`given` as an instance of the drafter's Options. Objects that a config cannot hold (a Target) pass as they are."""
+    names = [field.name for field in fields(schema)]
+    for key in given:
+        if key not in names:
+            raise UserError(f"The drafter {kind!r} has no option {key!r}. {allowed(key, names)}")
+    objects = {key: value for key, value in given.items() if isinstance(value, Target)}
+    required = [f.name for f in fields(schema) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [key for key in required if given.get(key) in (None, "???")]:
+        raise UserError(f"The drafter {kind!r} needs {missing[0]}. Its options: {', '.join(names)}.")
+    plain = {key: value for key, value in given.items() if key not in objects}
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), plain)
+        return schema(**{name: objects.get(name, typed.get(name)) for name in names})
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise UserError(f"Bad value for drafter option {error.full_key}: {reason}.") from error

@@ -1,0 +1,36 @@
+"""Attention over the shared cache without copying grouped keys, registered under its own name in transformers.
+
+The R query heads that share one key/value head are folded into extra query rows, `[B, G, R*T, D]`, so keys and values are
+read once and never expanded (`repeat_kv` would read and write R times the cache). The mask always comes from
+`selfspec.cache.Pass.mask`, already repeated R times. The registry is the extension point transformers documents; the
+model's own `_attn_implementation` is left alone (see `selfspec.target.views`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+IMPLEMENTATION = "selfspec_shared_cache"
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_kwargs: object,
+) -> tuple[Tensor, None]:
+    """softmax(q·kᵀ·scaling + mask)·v for grouped heads; returns `[B, T, H, D]`. `attention_mask` is `[B, 1, R*T, S]`."""
+    rows, num_heads, width, _ = query_BHTD.shape
+    num_groups = key_BGSD.shape[1]
+    folded = query_BHTD.reshape(rows, num_groups, num_heads // num_groups * width, -1)
+    out = F.scaled_dot_product_attention(folded, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(rows, num_heads, width, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(IMPLEMENTATION, grouped_attention)

@@ -1,0 +1,152 @@
+"""Where a target comes from: a conf/target name, a local folder, a hub id, a GGUF file, or random weights of a named shape.
+
+Weights are read from safetensors only, and no code that comes with a model is run unless `trust_remote_code=True`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from selfspec.config import RandomShape, TargetConfig, allowed, conf_names, load_conf
+from selfspec.errors import UserError
+from selfspec.target.families import FAMILIES
+from selfspec.target.fetch import convert_gguf, fetch_smollm2
+from selfspec.target.stack import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def wrap_target(hf_model: Any, tokenizer: Any | None = None, name: str | None = None) -> Target:
+    """Any loaded HF causal LM as a target; the model itself is left untouched. UserError for what is unsupported."""
+    return Target(hf_model, tokenizer, name or getattr(hf_model.config, "_name_or_path", "") or "wrapped")
+
+
+def load_target(
+    name_or_path: str | Path | TargetConfig, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Target:
+    """A target by conf/target name ("smollm2-135m"), local folder, .gguf file or hub id.
+
+    dtype "auto": bfloat16 on CUDA, float32 on CPU. Raises UserError naming what exists when nothing by that name does.
+    """
+    chosen_device = choose_device(device)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
+    config, name = _as_config(name_or_path, trust_remote_code)
+    if config.kind == "random":
+        model, tokenizer = random_model(config), None
+    else:
+        model, tokenizer = _load_pretrained(config, chosen_dtype)
+    return wrap_target(model.to(device=chosen_device, dtype=chosen_dtype), tokenizer, name)
+
+
+def choose_device(device: str) -> torch.device:
+    """ "auto" is CUDA if there is a GPU. UserError when CUDA is asked for and this build or machine has none."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda"):
+        if torch.version.cuda is None:
+            raise UserError(
+                f"device={device!r}, but this torch ({torch.__version__}) is built without CUDA. Use device='cpu'."
+            )
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"device={device!r}, but torch sees no GPU (driver or CUDA_VISIBLE_DEVICES?). Use device='cpu'."
+            )
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device={device!r} is not a device. Allowed: auto, cpu, cuda, cuda:<number>.") from error
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype!r} is unknown. {allowed(dtype, ['auto', *DTYPES])}")
+    if dtype == "float16" and device.type == "cpu":
+        raise UserError("dtype='float16' on a CPU is slow and overflows. Allowed on cpu: float32, bfloat16, float64.")
+    return DTYPES[dtype]
+
+
+def _as_config(given: str | Path | TargetConfig, trust_remote_code: bool) -> tuple[TargetConfig, str]:
+    """A conf name wins; then an existing path; then a hub id of the form owner/name."""
+    if isinstance(given, TargetConfig):
+        return given, given.path or given.kind
+    text = str(given)
+    if text in conf_names("target"):
+        return _typed(load_conf("target", text)), text
+    path = Path(text).expanduser()
+    if path.suffix == ".gguf":
+        return TargetConfig(kind="gguf", path=text), path.stem
+    if path.is_dir() or (text.count("/") == 1 and not text.startswith((".", "/", "~"))):
+        return TargetConfig(kind="hf", path=text, trust_remote_code=trust_remote_code), text
+    raise UserError(
+        f"No target {text!r}: neither a conf/target name, nor an existing folder, nor a .gguf file, nor a hub id "
+        f"(owner/name). {allowed(text, conf_names('target'))}"
+    )
+
+
+def _typed(conf: DictConfig) -> TargetConfig:
+    try:
+        typed = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TargetConfig), conf))
+    except OmegaConfBaseException as error:
+        raise UserError(f"Bad target config: {str(error).splitlines()[0]}.") from error
+    assert isinstance(typed, TargetConfig)
+    return typed
+
+
+def _load_pretrained(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+    if config.kind == "smollm2":
+        path = str(fetch_smollm2())
+    elif config.kind == "gguf":
+        path = str(convert_gguf(str(config.path)))
+    else:
+        path = str(Path(str(config.path)).expanduser())
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if config.revision:
+        options["revision"] = config.revision
+    progress = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError, KeyError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"Could not load a model from {config.path or path}: {reason} "
+            "Needed: a folder or hub id with config.json, safetensors weights and a tokenizer that transformers can read."
+        ) from error
+    finally:
+        if progress:
+            transformers_logging.enable_progress_bar()
+    return model, tokenizer
+
+
+def random_model(config: TargetConfig) -> Any:
+    """A model with seeded random weights of the given shape: right for speed and memory, meaningless as text."""
+    if config.family not in FAMILIES:
+        raise UserError(f"target.family={config.family!r} is unknown. {allowed(config.family, FAMILIES)}")
+    shape: RandomShape = config.shape
+    hf_config = CONFIG_MAPPING[config.family](
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim or shape.hidden_size // shape.num_heads,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(hf_config)
