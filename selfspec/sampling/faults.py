@@ -13,15 +13,16 @@ from torch import Tensor
 from selfspec.errors import UserError
 
 OK, NAN_LOGITS, INFINITE_LOGITS, NOTHING_LEFT, BAD_DRAFT_DISTRIBUTION, IMPOSSIBLE_DRAFT = range(6)
+Q_SUM_TOLERANCE = 1e-3  # a softmax in half precision is off by less
 MESSAGES = {
     NAN_LOGITS: "the target's logits hold NaN: check the weights, the dtype and your processors",
     INFINITE_LOGITS: "the target's logits hold +inf: check the weights, the dtype and your processors",
-    NOTHING_LEFT: "every token has been removed (all logits are -inf): loosen the sampling transforms, the suppressed "
-    "tokens or your processors",
-    BAD_DRAFT_DISTRIBUTION: "the drafter's q is not a distribution (it holds NaN or does not sum to 1): return the q "
-    "that the rule's draw() gave",
-    IMPOSSIBLE_DRAFT: "the drafted token has probability 0 under the drafter's q: return the token and the q of "
-    "the same draw() call",
+    NOTHING_LEFT: "every token has been removed (all logits are -inf): "
+    "loosen the sampling transforms, the suppressed tokens or your processors",
+    BAD_DRAFT_DISTRIBUTION: "the drafter's q is not a distribution (it holds NaN or negative numbers, or does not sum "
+    "to 1): return the q that the rule's draw() gave",
+    IMPOSSIBLE_DRAFT: "the drafted token has probability 0 under the drafter's q: "
+    "return the token and the q of the same draw() call",
 }
 
 
@@ -32,11 +33,26 @@ def logits_fault(top: Tensor) -> Tensor:
     return torch.where(top == -torch.inf, NOTHING_LEFT, fault)
 
 
-def first_fault(fault_BK: Tensor, counts_BK: Tensor) -> Tensor:
-    """Code [B] of the first fault among the positions that count, or 0."""
+def ending_fault(logits_BTV: Tensor, end_B: Tensor, offset_B: Tensor | None = None) -> Tensor:
+    """Code [B] for the logits that the round's last token comes from: row `end`, at `offset` (the same for chains)."""
+    index_B1V = end_B[:, None, None].expand(-1, 1, logits_BTV.shape[-1])
+    fault_B = logits_fault(logits_BTV.gather(1, index_B1V)[:, 0].amax(dim=-1))
+    return at_offset(fault_B, end_B if offset_B is None else offset_B)
+
+
+def at_offset(fault_B: Tensor, offset_B: Tensor) -> Tensor:
+    """Pack a kind of fault and the offset where it was met."""
+    return torch.where(fault_B == OK, OK, fault_B + 8 * offset_B)
+
+
+def draft_fault(q_BKV: Tensor, q_x_BK: Tensor, tested_BK: Tensor) -> Tensor:
+    """Code [B] of the first tested draft whose q is not a distribution, or gives the drafted token probability 0."""
+    fault_BK = torch.where(q_x_BK > 0, OK, IMPOSSIBLE_DRAFT)
+    is_distribution_BK = ((q_BKV.sum(dim=-1) - 1).abs() <= Q_SUM_TOLERANCE) & (q_BKV.amin(dim=-1) >= 0)
+    fault_BK = torch.where(is_distribution_BK, fault_BK, BAD_DRAFT_DISTRIBUTION)
     offset_K = torch.arange(fault_BK.shape[1], device=fault_BK.device)
     none = 1 << 40
-    code_BK = torch.where(counts_BK & (fault_BK != OK), fault_BK + 8 * offset_K, none)
+    code_BK = torch.where(tested_BK & (fault_BK != OK), fault_BK + 8 * offset_K, none)
     code_B = torch.nn.functional.pad(code_BK, (0, 1), value=none).amin(dim=1)
     return torch.where(code_B == none, OK, code_B)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -79,6 +80,13 @@ SAME_AS_HF = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' top-p leaves the order of ties to torch's unstable sort; pinned, there is one right answer."""
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+
+
+@pytest.mark.usefixtures("stable_sort")
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
 @pytest.mark.parametrize("name", SAME_AS_HF)
 def test_transform_equals_transformers_bit_for_bit(name: str, ties: bool) -> None:
@@ -94,3 +102,11 @@ def test_top_p_boundary_that_falls_on_the_threshold_is_removed_as_in_transformer
     ours = build_transforms(Sampling(temperature=1.0, top_p=0.75))(logits, None)
     assert torch.equal(ours, by_hf([hf.TopPLogitsWarper(0.75)], logits.contiguous(), make_case()[1]))
     assert torch.isfinite(ours).sum(-1).eq(2).all()
+
+
+def test_top_p_keeps_as_many_tied_tokens_of_the_same_logits_as_unpinned_transformers() -> None:
+    for seed in range(20):
+        logits_BTV, prefix = make_case(seed, ties=True)
+        ours = build_transforms(Sampling(temperature=1.0, top_p=0.8))(logits_BTV, prefix)
+        theirs = by_hf([hf.TopPLogitsWarper(0.8)], logits_BTV, prefix)
+        assert torch.equal(ours.sort(dim=-1).values, theirs.sort(dim=-1).values)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from selfspec.errors import UserError
+from selfspec.sampling.acceptance.block import Block
 from selfspec.sampling.acceptance.coupled import Coupled
 from selfspec.sampling.acceptance.greedy import Greedy
 from selfspec.sampling.acceptance.rejection import Rejection
+from selfspec.sampling.acceptance.typical import Typical
 from selfspec.sampling.acceptance.verdict import Rule, Verdict
 from selfspec.sampling.settings import Sampling
 
 __all__ = ["Rule", "Verdict", "build_rule"]
 
-SAMPLED_RULES: dict[str, type[Rule]] = {"rejection": Rejection, "coupled": Coupled}
+SAMPLED_RULES: dict[str, type[Rule]] = {"rejection": Rejection, "coupled": Coupled, "block": Block, "typical": Typical}
 
 
 def build_rule(acceptance: str, sampling: Sampling) -> Rule:

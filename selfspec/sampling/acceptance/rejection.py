@@ -16,8 +16,6 @@ from selfspec.sampling.acceptance.verdict import Verdict, at, leading
 from selfspec.sampling.distribution import draw, probabilities
 from selfspec.sampling.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL, NoiseKey, uniforms
 
-Q_SUM_TOLERANCE = 1e-3
-
 
 def accepted(p_x: Tensor, q_x: Tensor, u: Tensor) -> Tensor:
     """bool: draft x stands, given p(x), q(x) and a uniform u in (0, 1), all in the same shape. NaN never stands."""
@@ -52,24 +50,12 @@ def accept_rejection(
         weights_BV = residual(p_BV, torch.where(rejected_B[:, None], q_BV, 0))
     else:
         weights_BV = p_BV
-    error_B = sampled_fault(q_BKV, q_x_BK, num_drafted_B, num_accepted_B, logits_BTV)
+    error_B = faults.ending_fault(logits_BTV, num_accepted_B)
+    if q_BKV is not None:
+        k = torch.arange(K, device=drafted_BK.device)
+        tested_BK = (k <= num_accepted_B[:, None]) & (k < num_drafted_B[:, None])
+        error_B = faults.earliest(error_B, faults.draft_fault(q_BKV, q_x_BK, tested_BK))
     return Verdict(num_accepted_B, draw(weights_BV, u_residual_B), error_B)
-
-
-def sampled_fault(
-    q_BKV: Tensor | None, q_x_BK: Tensor, num_drafted_B: Tensor, num_accepted_B: Tensor, logits_BTV: Tensor
-) -> Tensor:
-    """Code [B] of the first fault at a position that was tested: in q, or in the logits where the round ends."""
-    fault_B = faults.logits_fault(at(logits_BTV, num_accepted_B).amax(dim=-1))
-    error_B = torch.where(fault_B == faults.OK, faults.OK, fault_B + 8 * num_accepted_B)
-    if q_BKV is None:
-        return error_B
-    sum_off_BK = (q_BKV.sum(dim=-1) - 1).abs()
-    fault_BK = torch.where(q_x_BK > 0, faults.OK, faults.IMPOSSIBLE_DRAFT)
-    fault_BK = torch.where(sum_off_BK <= Q_SUM_TOLERANCE, fault_BK, faults.BAD_DRAFT_DISTRIBUTION)
-    position_K = torch.arange(q_BKV.shape[1], device=q_BKV.device)
-    tested_BK = (position_K <= num_accepted_B[:, None]) & (position_K < num_drafted_B[:, None])
-    return faults.earliest(error_B, faults.first_fault(fault_BK, tested_BK))
 
 
 def sample_draft(logits_BV: Tensor, noise: NoiseKey) -> tuple[Tensor, Tensor]:

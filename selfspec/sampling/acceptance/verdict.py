@@ -71,6 +71,5 @@ def match_own_choice(drafted_BK: Tensor, num_drafted_B: Tensor, scores_BTV: Tens
     K = drafted_BK.shape[1]
     ok_BK = (drafted_BK == chosen_BT[:, :K]) & torch.isfinite(top_BT[:, :K])
     num_accepted_B = leading(ok_BK, num_drafted_B)
-    fault_B = faults.logits_fault(at(top_BT, num_accepted_B))
-    error_B = torch.where(fault_B == faults.OK, faults.OK, fault_B + 8 * num_accepted_B)
+    error_B = faults.at_offset(faults.logits_fault(at(top_BT, num_accepted_B)), num_accepted_B)
     return Verdict(num_accepted_B, at(chosen_BT, num_accepted_B), error_B)

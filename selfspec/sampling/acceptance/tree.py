@@ -1,0 +1,138 @@
+"""Several candidates per position: walk from the root of a draft tree down the children that the target accepts.
+
+Two ways of drafting children, two ways of judging them, both exact:
+
+- *certain* children (top-k, n-grams: no randomness). Accept child x with probability p'(x), else take x out of p' and
+  renormalise. That is the same as drawing y ~ p and following the child that holds y, if there is one, which is how it
+  is done here; so greedy (y = argmax) and coupled trees (y = the target's own draw at that position) are the same walk.
+- children *drawn without replacement* from one q: recursive rejection sampling (Jeon et al. 2024, arXiv 2402.14160;
+  Yang et al. 2024, 2402.11131). Test x against the current p' and q'; after a rejection p' <- norm(max(p' - q', 0)) and
+  q' <- q' without x, *renormalised*. Dividing by the q that was not renormalised is the usual mistake.
+
+A tree has N nodes, node 0 the root (the pending token); children come in the order drawn. Whether a node is expanded
+may depend on its path and the q's; a child once drawn must not be withdrawn for what it turned out to be.
+Cost: per level one softmax and one draw over [B, V]; without replacement also ~6 passes over [B, V] per child.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.sampling import faults
+from selfspec.sampling.acceptance.verdict import at
+from selfspec.sampling.distribution import draw, probabilities
+
+
+@dataclass(frozen=True)
+class Tree:
+    """tokens [B, N]; children [B, N, C] node numbers in the order drawn, 0 = none; q [B, N, V] of each node's children,
+    or None when they are certain; depth = levels below the root."""
+
+    tokens_BN: Tensor
+    children_BNC: Tensor
+    depth: int
+    q_BNV: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TreeVerdict:
+    """num_accepted, next_token, error as in Verdict; path [B, depth] node numbers accepted at each level, 0 behind."""
+
+    num_accepted_B: Tensor
+    next_token_B: Tensor
+    error_B: Tensor
+    path_BD: Tensor
+
+
+def follow(tree: Tree, logits_BNV: Tensor, choose: Callable[[Tensor, int], Tensor]) -> TreeVerdict:
+    """Walk along the target's own choices: `choose(logits [B, V], level) -> token [B]` at each node on the way."""
+    node_B = torch.zeros_like(tree.tokens_BN[:, 0])
+    alive_B = torch.ones_like(node_B, dtype=torch.bool)
+    path: list[Tensor] = []
+    next_token_B = choose(at(logits_BNV, node_B), 0)
+    for level in range(tree.depth):
+        children_BC = at(tree.children_BNC, node_B)
+        match_BC = (tree.tokens_BN.gather(1, children_BC) == next_token_B[:, None]) & (children_BC > 0)
+        bad_B = faults.logits_fault(at(logits_BNV, node_B).amax(dim=-1)) != faults.OK
+        alive_B = alive_B & match_BC.any(dim=-1) & ~bad_B
+        first_B1 = match_BC.to(torch.int8).argmax(dim=-1, keepdim=True)
+        node_B = torch.where(alive_B, children_BC.gather(1, first_B1)[:, 0], node_B)
+        path.append(torch.where(alive_B, node_B, 0))
+        next_token_B = torch.where(alive_B, choose(at(logits_BNV, node_B), level + 1), next_token_B)
+    path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
+    num_accepted_B = (path_BD > 0).sum(dim=1)
+    return TreeVerdict(num_accepted_B, next_token_B, faults.ending_fault(logits_BNV, node_B, num_accepted_B), path_BD)
+
+
+def accept_certain(tree: Tree, logits_BNV: Tensor, u_BD1: Tensor) -> TreeVerdict:
+    """Certain children; u_BD1[:, level] is the uniform of each level, depth + 1 of them."""
+    return follow(tree, logits_BNV, lambda logits_BV, level: draw(probabilities(logits_BV), u_BD1[:, level]))
+
+
+def accept_without_replacement(
+    tree: Tree, logits_BNV: Tensor, u_accept_BDC: Tensor, u_residual_B: Tensor
+) -> TreeVerdict:
+    """Children drawn without replacement from tree.q_BNV, in the order of tree.children_BNC."""
+    assert tree.q_BNV is not None, "children drawn without replacement come with their q"
+    node_B = torch.zeros_like(tree.tokens_BN[:, 0])
+    alive_B = torch.ones_like(node_B, dtype=torch.bool)
+    weights_BV = probabilities(at(logits_BNV, node_B))
+    error_B = torch.zeros_like(node_B)
+    path: list[Tensor] = []
+    for level in range(tree.depth):
+        p_BV, q_BV = probabilities(at(logits_BNV, node_B)), at(tree.q_BNV, node_B)
+        children_BC = at(tree.children_BNC, node_B)
+        has_child_B = alive_B & (children_BC[:, 0] > 0)
+        sums_to_one_B = ((q_BV.sum(dim=-1) - 1).abs() <= faults.Q_SUM_TOLERANCE) & (q_BV.amin(dim=-1) >= 0)
+        fault_B = torch.where(has_child_B & ~sums_to_one_B, faults.BAD_DRAFT_DISTRIBUTION, faults.OK)
+        found_B, next_B = torch.zeros_like(alive_B), node_B
+        for c in range(children_BC.shape[1]):
+            child_B = children_BC[:, c]
+            x_B1 = tree.tokens_BN.gather(1, child_B[:, None]).clamp(0, p_BV.shape[-1] - 1)
+            tested_B = alive_B & ~found_B & (child_B > 0)
+            p_x_B, q_x_B = p_BV.gather(1, x_B1)[:, 0], q_BV.gather(1, x_B1)[:, 0]
+            impossible_B = tested_B & ~(q_x_B > 0) & (fault_B == faults.OK)
+            fault_B = torch.where(impossible_B, faults.IMPOSSIBLE_DRAFT, fault_B)
+            stands_B = tested_B & (u_accept_BDC[:, level, c] * q_x_B < p_x_B)
+            rejected_B1 = (tested_B & ~stands_B)[:, None]
+            p_BV = torch.where(rejected_B1, residual(p_BV, q_BV), p_BV)
+            q_BV = torch.where(rejected_B1, without(q_BV, x_B1), q_BV)
+            found_B, next_B = found_B | stands_B, torch.where(stands_B, child_B, next_B)
+        error_B = faults.earliest(error_B, faults.at_offset(fault_B, torch.full_like(fault_B, level)))
+        weights_BV = torch.where(alive_B[:, None], p_BV, weights_BV)
+        alive_B, node_B = found_B, next_B
+        path.append(torch.where(alive_B, node_B, 0))
+    weights_BV = torch.where(alive_B[:, None], probabilities(at(logits_BNV, node_B)), weights_BV)
+    path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
+    num_accepted_B = (path_BD > 0).sum(dim=1)
+    error_B = faults.earliest(faults.ending_fault(logits_BNV, node_B, num_accepted_B), error_B)
+    return TreeVerdict(num_accepted_B, draw(weights_BV, u_residual_B), error_B, path_BD)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """norm(max(p - q, 0)), or p where that is empty."""
+    difference_BV = (p_BV - q_BV).clamp_min(0)
+    mass_B1 = difference_BV.sum(dim=-1, keepdim=True)
+    return torch.where(mass_B1 > 0, difference_BV / mass_B1, p_BV)
+
+
+def without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
+    """q with token x taken out and the rest renormalised; all zeros when x was all there was."""
+    rest_BV = q_BV.scatter(1, x_B1, 0.0)
+    mass_B1 = rest_BV.sum(dim=-1, keepdim=True)
+    return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0)
+
+
+def draw_without_replacement(q_BV: Tensor, u_BC: Tensor) -> tuple[Tensor, Tensor]:
+    """C tokens [B, C] drawn one after the other without replacement, and which of them exist (q may have fewer)."""
+    tokens, exist = [], []
+    for c in range(u_BC.shape[1]):
+        exist.append(q_BV.amax(dim=-1) > 0)
+        token_B = draw(q_BV, u_BC[:, c])
+        tokens.append(token_B)
+        q_BV = q_BV.scatter(1, token_B[:, None], 0.0)
+    return torch.stack(tokens, dim=1), torch.stack(exist, dim=1)
