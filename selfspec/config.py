@@ -2,8 +2,8 @@
 
 No torch and no Hydra here. Hydra composes conf/ in the entry points; `resolve` turns what it composed into a typed,
 checked config, in which an unknown key or a wrong type is a UserError before anything slow starts. Drafter options
-are the exception: each drafter declares its own, and `build_drafter` checks them, so that a new drafter never has to
-touch this file.
+and lookahead options are the exception: each drafter and each policy declares its own, and `build_drafter` and
+`build_lookahead` check them, so that a new one never has to touch this file.
 """
 
 from __future__ import annotations
@@ -49,20 +49,13 @@ class TargetConfig:
     """One conf/target file. `path`: a hub id or local folder for `hf`, a file for `gguf`; unused otherwise."""
 
     kind: str = MISSING
+    name: str | None = None  # what tables call it
     path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     family: str = "llama"  # the next three are for kind=random
     shape: RandomShape = field(default_factory=RandomShape)
     seed: int = 0
-
-
-@dataclass
-class LookaheadConfig:
-    """How many tokens to draft in a round. `fixed`: always `num_drafted`."""
-
-    kind: str = "fixed"
-    num_drafted: int = 4
 
 
 @dataclass
@@ -106,14 +99,13 @@ class GenerateConfig:
 
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: dict[str, Any] | None = None  # one more drafter, under its label or kind: `drafter=early_exit`
-    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    lookahead: dict[str, Any] = field(default_factory=lambda: {"kind": "fixed", "num_drafted": 4})
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     acceptance: str = "auto"
     max_new_tokens: int = 128
     seed: int = 0
     ignore_eos: bool = False
-    stop_strings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -122,6 +114,7 @@ class WatchConfig(GenerateConfig):
 
     prompt: str = MISSING
     chat: bool = True  # wrap the prompt in the model's chat template, if it has one
+    stop_strings: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -219,9 +212,7 @@ def validate(config: GenerateConfig) -> None:
         )
     _at_least("runtime.num_threads", config.runtime.num_threads, 1)
     _at_least("max_new_tokens", config.max_new_tokens, 1)
-    _at_least("lookahead.num_drafted", config.lookahead.num_drafted, 1)
-    if "" in config.stop_strings:
-        raise UserError("stop_strings holds an empty string, which would stop everywhere. Leave it out.")
+    _check_lookahead("lookahead", config.lookahead)
     if isinstance(config, CompareConfig):
         _at_least("measure.repeats", config.measure.repeats, 1)
         _at_least("measure.warmup_tokens", config.measure.warmup_tokens, 1)
@@ -251,11 +242,14 @@ def _check_drafter(label: str, drafter: object) -> None:
         raise UserError(
             f"drafters.{label} has no kind. Give a mapping with one of: {', '.join(conf_names('drafter'))}."
         )
-    lookahead = drafter.get("lookahead")
-    if isinstance(lookahead, dict):
-        lookahead = lookahead.get("num_drafted")
-    if isinstance(lookahead, int):
-        _at_least(f"drafters.{label}.lookahead", lookahead, 1)
+    _check_lookahead(f"drafters.{label}.lookahead", drafter.get("lookahead"))
+
+
+def _check_lookahead(key: str, given: object) -> None:
+    """K < 1; everything else about a policy is checked by `build_lookahead`."""
+    num_drafted = given.get("num_drafted") if isinstance(given, dict) else given
+    if isinstance(num_drafted, int):
+        _at_least(f"{key}.num_drafted" if isinstance(given, dict) else key, num_drafted, 1)
 
 
 def _one_of(key: str, given: str, names: Iterable[str]) -> None:

@@ -1,0 +1,93 @@
+"""Everything one comparison needs, loaded and checked before the first generation that counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec.config import CompareConfig, GenerateConfig, conf_dir
+from selfspec.drafters import Drafter, build_drafter
+from selfspec.lookahead import Lookahead, build_lookahead
+from selfspec.measure.divergence import TOLERANCE, Comparison
+from selfspec.measure.items import longest_prompt, make_item
+from selfspec.measure.memory import growth, in_use
+from selfspec.measure.methods import Settings, decode_method, hf_method
+from selfspec.measure.protocol import AR, Item, Method
+from selfspec.prompts import prompts_from_config, prompts_hash, take_evenly
+from selfspec.records import to_json
+from selfspec.sampling import Sampling, build_rule
+from selfspec.target import Target, load_target
+
+
+@dataclass
+class Bench:
+    """The target, the methods that are compared on it, and the prompts."""
+
+    target: Target
+    methods: list[Method]
+    items: list[Item]
+    num_turns: int
+    comparison: Comparison
+    fingerprints: dict[str, str]
+
+
+def assemble(config: CompareConfig) -> Bench:
+    """Loads and checks everything. Raises UserError for whatever the config alone could not show to be wrong."""
+    settings = settings_from(config)
+    prompts = prompts_from_config(config.prompts)
+    if config.measure.max_prompts is not None:
+        prompts = take_evenly(prompts, config.measure.max_prompts)
+    lookaheads = {label: lookahead_of(options, config) for label, options in config.drafters.items()}
+    target = load_target(config.target, config.runtime.dtype, config.runtime.device)
+    longest = longest_prompt(target, prompts, config.max_new_tokens)
+    items = [make_item(target, prompt) for prompt in prompts]
+    most_drafted = max((lookahead.max_drafted for lookahead in lookaheads.values()), default=0)
+    capacity = longest + config.max_new_tokens + most_drafted + 1
+
+    plain = hf_method(target, settings)
+    plain.generate(items[0].token_ids, 2, 0)  # what the first generation of all allocates belongs to no method
+    alone = in_use(target.device)
+    plain.memory = alone
+    methods = [plain, decode_method(AR, target, None, build_lookahead(1), settings, capacity)]
+    methods[-1].memory = alone
+    for label, options in config.drafters.items():
+        with growth(target.device) as grown:
+            drafter = drafter_of(options, target)
+        method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
+        method.memory = alone + grown
+        methods.append(method)
+    tolerance = config.measure.near_tie_tolerance or TOLERANCE[config.runtime.dtype]
+    return Bench(
+        target=target,
+        methods=methods,
+        items=items,
+        num_turns=sum(len(prompt.turns) for prompt in prompts),
+        comparison=Comparison(target, settings.sampling, settings.acceptance, config.seed, tolerance),
+        fingerprints={
+            "prompts_sha256": prompts_hash(prompts),
+            # changes with the tokenizer and the chat template too
+            "prompt_token_ids_sha256": hashlib.sha256(to_json([item.token_ids for item in items]).encode()).hexdigest(),
+        },
+    )
+
+
+def settings_from(config: GenerateConfig) -> Settings:
+    sampling = Sampling(**asdict(config.sampling))
+    build_rule(config.acceptance, sampling)  # an impossible pair is refused before a model is loaded
+    return Settings(sampling, config.acceptance, config.ignore_eos)
+
+
+def lookahead_of(options: Mapping[str, Any], config: GenerateConfig) -> Lookahead:
+    """The drafter's own lookahead if it has one, else the comparison's."""
+    return build_lookahead(options.get("lookahead") or config.lookahead)
+
+
+def drafter_of(options: Mapping[str, Any], target: Target) -> Drafter:
+    """A drafter from its config. A model path that exists only relative to the clone is taken from there."""
+    model = options.get("model")
+    if isinstance(model, str) and not Path(model).exists() and (conf_dir().parent / model).exists():
+        options = {**options, "model": str(conf_dir().parent / model)}
+    return build_drafter(options, target)

@@ -1,0 +1,75 @@
+"""Every experiment and every option of every conf group composes into a checked config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from selfspec.config import CompareConfig, WatchConfig, conf_dir, conf_names, load_conf, resolve
+
+PRIMARIES = sorted(path.stem for path in conf_dir().glob("*.yaml"))
+COMPARE_GROUPS = ["target", "lookahead", "sampling", "prompts", "measure", "runtime", "tracking", "experiment"]
+WATCH_GROUPS = ["target", "lookahead", "sampling", "runtime"]
+
+# What has no default on purpose, because only the user can know it.
+NEEDED = {
+    ("target", "hf"): ["target.path=some/folder"],
+    ("target", "gguf"): ["target.path=model.gguf"],
+    ("drafter", "early_exit"): ["drafter.exit_layer=2"],
+    ("drafter", "independent"): ["drafter.model=some/folder"],
+    ("prompts", "jsonl"): ["prompts.path=prompts.jsonl"],
+    ("prompts", "spec_bench"): ["prompts.path=question.jsonl"],
+}
+
+
+def _compose(primary: str, *overrides: str):
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return compose(primary, list(overrides))
+
+
+def _options(groups: list[str]) -> list[tuple[str, str]]:
+    return [(group, name) for group in groups for name in conf_names(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), _options([*COMPARE_GROUPS, "drafter"]))
+def test_every_option_composes_into_a_comparison(group: str, name: str) -> None:
+    composed = _compose("compare", f"{group}={name}", *NEEDED.get((group, name), []))
+    assert isinstance(resolve(CompareConfig, composed), CompareConfig)
+
+
+@pytest.mark.parametrize(("group", "name"), _options([*WATCH_GROUPS, "drafter"]))
+def test_every_option_composes_for_watching_one_prompt(group: str, name: str) -> None:
+    composed = _compose("generate", "prompt=hello", f"{group}={name}", *NEEDED.get((group, name), []))
+    assert isinstance(resolve(WatchConfig, composed), WatchConfig)
+
+
+@pytest.mark.parametrize("primary", PRIMARIES)
+def test_hydra_leaves_nothing_behind(primary: str) -> None:
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        hydra = compose(primary, return_hydra_config=True).hydra
+    assert hydra.output_subdir is None
+    assert hydra.job.chdir is False
+    assert hydra.run.dir == "."
+    assert not hydra.job_logging.get("handlers")
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), _options(["target", "drafter", "lookahead", "sampling", "runtime", "measure"])
+)
+def test_files_read_without_hydra_stand_alone(group: str, name: str) -> None:
+    """`load_target("smollm2-135m")` and `build_drafter("ngram", ...)` read these files directly."""
+    conf = load_conf(group, name)
+    assert "defaults" not in conf, f"conf/{group}/{name}.yaml would mean something else without Hydra"
+
+
+@pytest.mark.parametrize("name", conf_names("drafter"))
+def test_a_drafter_file_is_named_after_what_it_builds(name: str) -> None:
+    assert load_conf("drafter", name).kind, f"conf/drafter/{name}.yaml names no kind"
+
+
+def test_every_folder_of_conf_is_covered_here() -> None:
+    covered = {*COMPARE_GROUPS, *WATCH_GROUPS, "drafter"}
+    others = {"train", "sweep"}  # composed by the tests of their own entry points
+    assert {path.name for path in Path(conf_dir()).iterdir() if path.is_dir()} <= covered | others
