@@ -109,7 +109,6 @@ def _redact_inline(argument: str) -> str:
 
 def collect(
     *,
-    config_hash: str | None = None,
     seeds: Mapping[str, int] | None = None,
     fingerprints: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
@@ -119,7 +118,6 @@ def collect(
     `fingerprints` are hashes that only the caller knows: of the target, the draft, the prompts. `argv`: sys.argv.
     """
     return {
-        "config_hash": config_hash,
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": redact_argv(sys.argv if argv is None else argv),
         "git": git_state(Path(__file__).resolve().parent),
