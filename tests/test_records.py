@@ -72,7 +72,7 @@ def test_every_truncation_a_crash_can_leave_resumes_without_loss_or_double(tmp_p
     lines = {name: (whole / name).read_bytes().splitlines(keepends=True) for name in ("rounds.jsonl", "prompts.jsonl")}
     stream = [(name, lines[name][index]) for index in range(3) for name in ("rounds.jsonl", "prompts.jsonl")]
     total = sum(len(line) for _, line in stream)
-    for cut in range(0, total + 1, 7):
+    for cut in range(0, total + 1, 17):
         run_dir = tmp_path / f"cut{cut}-0123abcd"
         run_dir.mkdir()
         left = cut

@@ -90,7 +90,7 @@ def write_run(
         "runtime": {"dtype": "float32", "device": "cpu"},
         "max_new_tokens": 60,
     }
-    machine = {"hostname": "lab1", "cpu": "Xeon & co_1", "num_cpus": 2, "gpus": []}
+    machine = {"host_hash": "lab1", "cpu": "Xeon & co_1", "num_cpus": 2, "num_threads": 2, "gpus": []}
     recorded = {"machine": machine, "versions": {"torch": "2.13.0", "transformers": "5.24.0"}, **provenance}
     with RunWriter(path) as writer:
         writer.write_text("config.yaml", json.dumps(config))

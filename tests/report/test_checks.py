@@ -69,12 +69,12 @@ def test_no_records_is_an_error():
 def two_machines(tmp_path):
     records = made_records(num_prompts=2, repeats=1)
     one = write_run(tmp_path / "a-00000001", records)
-    other = write_run(tmp_path / "b-00000002", records, machine={"hostname": "lab2", "cpu": "EPYC"})
+    other = write_run(tmp_path / "b-00000002", records, machine={"host_hash": "lab2", "cpu": "EPYC"})
     return [read_run(one), read_run(other)]
 
 
 def test_two_machines_are_refused_unless_asked(two_machines):
-    with pytest.raises(UserError, match=r"different machines .*hostname: lab1 / lab2.*allow_mixed=true"):
+    with pytest.raises(UserError, match=r"different machines .*host_hash: lab1 / lab2.*allow_mixed=true"):
         check_together(two_machines)
     check_together(two_machines, allow_mixed=True)
 

@@ -1,0 +1,116 @@
+"""What a reader needs beside the numbers: hardware, versions, precision, sampling, and which runs they came from.
+
+Taken from each run's provenance and config. What was not recorded is left out rather than guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from selfspec.report.checks import machine
+from selfspec.report.runs import Measured
+
+VERSIONS = ("selfspec", "torch", "transformers", "cuda")
+
+
+def caption(runs: Sequence[Measured]) -> str:
+    """One paragraph; facts that all runs share are said once."""
+    facts = [[fact for fact in _facts(item) if fact] for item in runs]
+    shared = [fact for fact in facts[0] if all(fact in other for other in facts)]
+    sentences = ["; ".join(shared)] if shared else []
+    for item, own in zip(runs, facts, strict=True):
+        different = [fact for fact in own if fact not in shared]
+        if different:
+            sentences.append(f"{item.run.path.resolve().name}: " + "; ".join(different))
+    hashes = ", ".join(item.run.config_hash for item in runs)
+    sentences.append(f"{'Config' if len(runs) == 1 else 'Configs'} {hashes}")
+    return ". ".join(sentences) + "."
+
+
+def estimator_notes(runs: Sequence[Measured]) -> list[str]:
+    """How the numbers were computed, and what this set of prompts can and cannot show."""
+    interval = runs[0].summary["interval"]
+    notes = [
+        "Speedup: speedup_paired_geomean (seconds per emitted token over prefill and decode, paired by prompt) with a "
+        f"{interval['confidence']:.0%} bootstrap interval over prompts; tokens/s: all tokens over all seconds; "
+        "τ: al_pooled; α: mean of Σ min(p, q)."
+    ]
+    detectable = [
+        stats["minimum_detectable_speedup"]
+        for item in runs
+        for name, stats in item.summary["methods"].items()
+        if name != item.summary["baseline"] and stats["minimum_detectable_speedup"] is not None
+    ]
+    if detectable:
+        notes.append(f"Smallest speedup these prompts can show (80% power): {max(detectable):.3f}.")
+    for item in runs:
+        noise = item.summary["noise_check"]
+        if noise:
+            ratio, low, high = (noise[f"speedup_paired_geomean{end}"] for end in ("", "_low", "_high"))
+            verdict = "; NOISY: the machine was not quiet, measure again" if noise["noisy"] else ""
+            run = f" in {item.run.path.resolve().name}" if len(runs) > 1 else ""
+            notes.append(f"AR against AR{run}: {ratio:.3f} [{low:.3f}, {high:.3f}]{verdict}.")
+    return notes
+
+
+def _facts(item: Measured) -> list[str]:
+    config, provenance, summary = item.run.config, item.run.provenance, item.summary
+    return [
+        _target(config.get("target")),
+        _dtype(config, provenance),
+        _sampling(config.get("sampling")),
+        _field("acceptance {}", config, "acceptance").replace("acceptance auto", ""),
+        _prompts(summary),
+        _field("at most {} new tokens", config, "max_new_tokens"),
+        _hardware(machine(provenance)),
+        _versions(provenance.get("versions")),
+    ]
+
+
+def _target(target: object) -> str:
+    if isinstance(target, Mapping):
+        return str(target.get("name") or target.get("path") or target.get("kind") or "")
+    return str(target or "")
+
+
+def _dtype(config: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
+    resolved = provenance.get("dtype")
+    return str(resolved) if resolved else _field("{}", config, "runtime", "dtype")
+
+
+def _sampling(sampling: object) -> str:
+    """The temperature, and every other transform that is not at its neutral value."""
+    if not isinstance(sampling, Mapping) or "temperature" not in sampling:
+        return ""
+    others = [f"{name} {value}" for name, value in sampling.items() if name != "temperature" and value and value != 1]
+    return ", ".join([f"temperature {sampling['temperature']:g}", *others])
+
+
+def _prompts(summary: Mapping[str, Any]) -> str:
+    num_prompts, num_repeats = summary["num_prompts"], summary["num_repeats"]
+    repeats = f", {num_repeats} repeats" if num_repeats > 1 else ""
+    return f"{num_prompts} prompt{'s' if num_prompts > 1 else ''}{repeats}"
+
+
+def _field(template: str, tree: Mapping[str, Any], *keys: str) -> str:
+    value: Any = tree
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return "" if value is None else template.format(value)
+
+
+def _hardware(found: Mapping[str, Any]) -> str:
+    gpus = found.get("gpus")
+    names = [str(gpu.get("name", gpu)) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus] if gpus else []
+    parts = [", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)), str(found.get("cpu") or "")]
+    parts += [
+        f"{found[name]} {what}" for name, what in (("num_cpus", "CPUs"), ("num_threads", "threads")) if found.get(name)
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _versions(versions: object) -> str:
+    if not isinstance(versions, Mapping):
+        return ""
+    return ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name))

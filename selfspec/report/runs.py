@@ -1,0 +1,77 @@
+"""From what a user typed to the runs of one table: folders, globs, checks, and each run's summary from its records."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from selfspec.errors import UserError
+from selfspec.records import Run, read_run
+from selfspec.report.checks import check_together
+from selfspec.report.statistics import BASELINE, summarise
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run with its summary, recomputed from the records, so that a table never repeats a stale number."""
+
+    run: Run
+    summary: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """How the run is named in a table: its folder, and what a reader must know about it."""
+        noise = self.summary["noise_check"]
+        marks = [] if self.run.finished else ["unfinished"]
+        marks += ["noisy"] if noise and noise["noisy"] else []
+        return self.run.path.resolve().name + (f" ({', '.join(marks)})" if marks else "")
+
+
+def load_runs(
+    specs: str | Path | Sequence[str | Path], allow_mixed: bool = False, allow_unfinished: bool = False
+) -> list[Measured]:
+    """Every run directory that `specs` name: run directories, folders of them at any depth, or globs.
+
+    Raises `UserError` for a name without a run behind it, an unfinished run (unless `allow_unfinished`, then it is
+    marked), runs of different machines (unless `allow_mixed`), or a run without the autoregressive baseline.
+    """
+    runs = [read_run(path, allow_unfinished) for path in find_run_dirs(specs)]
+    check_together(runs, allow_mixed)
+    return [measured(run) for run in runs]
+
+
+def measured(run: Run) -> Measured:
+    """Checks every record of one run and computes its summary."""
+    if not run.prompts:
+        raise UserError(f"{run.path} holds no results yet; resume it first.")
+    methods = sorted({record.method for record in run.prompts})
+    if BASELINE not in methods:
+        raise UserError(
+            f"{run.path} has no {BASELINE!r} results to compare with (it has: {', '.join(methods)}); "
+            "measure the baseline in the same run."
+        )
+    return Measured(run, summarise(run.prompts, run=str(run.path)))
+
+
+def find_run_dirs(specs: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Run directories in the order given; inside a folder or a glob sorted by name; each once."""
+    found: dict[Path, Path] = {}
+    for spec in [specs] if isinstance(specs, str | Path) else specs:
+        matches = [Path(match) for match in sorted(glob.glob(str(spec)))] if not Path(spec).exists() else [Path(spec)]
+        inside = [path for match in matches for path in _run_dirs_in(match)]
+        if not inside:
+            raise UserError(
+                f"no run directory at {str(spec)!r}; pass outputs/<study>/<name>-<hash8>, a folder of runs, or a glob."
+            )
+        for path in inside:
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _run_dirs_in(path: Path) -> list[Path]:
+    if (path / "prompts.jsonl").exists() or (path / "DONE").exists():
+        return [path]
+    return sorted({file.parent for name in ("prompts.jsonl", "DONE") for file in path.rglob(name)})
