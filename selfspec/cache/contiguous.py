@@ -1,9 +1,9 @@
 """One preallocated key/value buffer for every layer of the target and of its draft.
 
-Layout: one flat allocation, viewed per layer as keys and values `[B*S, G, D]`, slot `b*S + position` for row `b`. Writing is one
-`index_copy_` whatever the number of rows; reading row `b` is a strided view, nothing is copied. Rolling back is not an
-operation of the cache at all: a slot beyond a row's length is masked, and overwritten by the next pass.
-The last slot of each row is *trash*: padding and finished rows write there, so that shapes never change.
+Layout: one flat allocation, viewed per layer as keys and values `[B*S, G, D]`, slot `b*S + position` for row `b`.
+Writing is one `index_copy_` whatever the number of rows; reading row `b` is a strided view, nothing is copied.
+Rolling back is not an operation of the cache at all: a slot beyond a row's length is masked, and overwritten by the
+next pass. The last slot of each row is *trash*: padding and finished rows write there, so that shapes never change.
 
 Cost: `rows * slots * kv_bytes_per_slot(shapes)` bytes, once per run; `data_ptr` never changes.
 

@@ -1,7 +1,7 @@
 """The public face of the engine: `decode` for one call, `Decoder` to keep one cache over many.
 
-Everything that can be wrong with a call is checked before anything is allocated or run, and an exception leaves model and
-cache as they were: rows are released, and what is in the cache stays usable.
+Everything that can be wrong with a call is checked before anything is allocated or run, and an exception leaves model
+and cache as they were: rows are released, and what is in the cache stays usable.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Decoder:
     """One target, one drafter, one allocation: decodes call after call on the same cache.
 
     The cache grows (is allocated anew) only when a call needs more slots or rows than any before; give `capacity` to
-    allocate once. With `reuse=True` a prompt that continues what its row holds (a further turn of a chat) only has its new
-    tokens processed.
+    allocate once. With `reuse=True` a prompt that continues what its row holds (a further turn of a chat) only has
+    its new tokens processed.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ def decode(
 ) -> list[Output]:
     """Decode `prompts` with `target`, drafting with `drafter` (None: autoregressively, same loop, same clock).
 
-    prompts: texts, token-id lists or chats, mixed, of any lengths. Outputs come in the same order. With greedy or lossless
-    acceptance the output is the target's own, whatever the drafter. Raises UserError before anything runs.
+    prompts: texts, token-id lists or chats, mixed, of any lengths. Outputs come in the same order. With greedy or
+    lossless acceptance the output is the target's own, whatever the drafter. Raises UserError before anything runs.
     """
     rows = min(max_batch_rows, max(len(prompts), 1)) if isinstance(max_batch_rows, int) else max_batch_rows
     return Decoder(target, drafter, rows).decode(

@@ -1,6 +1,7 @@
 """The loop: place waiting prompts into idle rows, run a round, hand out what it committed.
 
-Rows are refilled as they finish (continuous batching), so nobody waits for the slowest. The host reads the device once per round.
+Rows are refilled as they finish (continuous batching), so nobody waits for the slowest. The host reads the device
+once per round.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class Output:
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of raw text, of a chat (the model's own template, generation prompt added), or ids checked as they are."""
+    """Token ids of raw text, of a chat (the model's own template, generation prompt added), or ids checked as they
+    are.
+    """
     if isinstance(prompt, str):
         return _nonempty(_tokenizer(target, "text")(prompt)["input_ids"], prompt)
     if not isinstance(prompt, Sequence):
@@ -91,6 +93,6 @@ def check_length(target: Target, num_prompt_tokens: int, max_new_tokens: int) ->
     if num_prompt_tokens + max_new_tokens > target.max_positions:
         raise UserError(
             f"A prompt of {num_prompt_tokens} tokens and max_new_tokens={max_new_tokens} need "
-            f"{num_prompt_tokens + max_new_tokens} positions; {target.name} has {target.max_positions}. Allowed for this "
-            f"prompt: max_new_tokens up to {max(target.max_positions - num_prompt_tokens, 0)}."
+            f"{num_prompt_tokens + max_new_tokens} positions; {target.name} has {target.max_positions}. Allowed for "
+            f"this prompt: max_new_tokens up to {max(target.max_positions - num_prompt_tokens, 0)}."
         )

@@ -1,8 +1,10 @@
-"""The sequences being decoded: their tokens, their lengths, and one shared cache. Committing moves lengths; nothing is copied.
+"""The sequences being decoded: their tokens, their lengths, and one shared cache. Committing moves lengths; nothing
+is copied.
 
-`tokens_BS` holds each row's committed tokens and, right behind them, the tentative ones a drafter proposed. `lengths_B` counts
-the tokens whose keys and values are in the cache for every layer; the token at that index is the *pending* one: committed,
-not yet run. Everything lives on the device; one small report per round is all the host reads.
+`tokens_BS` holds each row's committed tokens and, right behind them, the tentative ones a drafter proposed.
+`lengths_B` counts the tokens whose keys and values are in the cache for every layer; the token at that index is the
+*pending* one: committed, not yet run. Everything lives on the device; one small report per round is all the host
+reads.
 
 Shape letters: B rows, T positions in this pass, K drafted, S slots, E end-of-sequence ids.
 """
@@ -96,7 +98,9 @@ class Rows:
         return kept
 
     def release(self, row: int) -> None:
-        """The row is done: it writes to the trash slot from now on. Its keys and values stay until it is placed again."""
+        """The row is done: it writes to the trash slot from now on. Its keys and values stay until it is placed
+        again.
+        """
         self.active_B[row] = False
         self._lengths[row] = 0
 

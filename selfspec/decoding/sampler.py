@@ -1,4 +1,5 @@
-"""Binds the transforms, the acceptance rule and the seed to the rows: what drafters draw with and the round accepts with.
+"""Binds the transforms, the acceptance rule and the seed to the rows: what drafters draw with and the round accepts
+with.
 
 p and q pass through the same transforms object, so they cannot come to differ by accident.
 """

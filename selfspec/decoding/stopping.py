@@ -1,8 +1,8 @@
 """Where a row's output ends on the host: stop strings, which only text can tell.
 
-EOS and length are found on the device, in `Rows.commit`. A stop string may straddle tokens and accepted runs, so the generated text
-is decoded once per round, and only when it holds a stop string is the completing token looked for.
-As in transformers, the token that completes the stop string is the last; the returned text is cut right before it.
+EOS and length are found on the device, in `Rows.commit`. A stop string may straddle tokens and accepted runs, so the
+generated text is decoded once per round, and only when it holds a stop string is the completing token looked for. As
+in transformers, the token that completes the stop string is the last; the returned text is cut right before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class StopStrings:
         self.tokenizer = tokenizer
 
     def cut(self, token_ids: list[int], num_checked: int) -> int | None:
-        """How many tokens to keep, or None if no stop string occurs. The first `num_checked` are known to be free of one."""
+        """How many tokens to keep, or None if no stop string occurs. The first `num_checked` are known to be free of
+        one.
+        """
         if not self.strings or self._first(token_ids) is None:
             return None
         for count in range(num_checked + 1, len(token_ids) + 1):

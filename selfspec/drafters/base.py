@@ -1,8 +1,8 @@
 """The one protocol every way of drafting follows, and what it hands to the round.
 
-A drafter holds weights and options; what it keeps per sequence (a cache of its own, say) lives in `rows.draft_state`, so one
-drafter can serve several runs. A new drafter is one file with an `Options` dataclass and a `build` function, one conf/drafter
-file and one line in `selfspec.drafters.registry`.
+A drafter holds weights and options; what it keeps per sequence (a cache of its own, say) lives in `rows.draft_state`,
+so one drafter can serve several runs. A new drafter is one file with an `Options` dataclass and a `build` function,
+one conf/drafter file and one line in `selfspec.drafters.registry`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Draft with the target's own first E layers, its final norm and its head; verify with the rest.
 
-The draft writes layers [0, E) of the shared cache and keeps the hidden state at E of every token it ran, the last drafted one
-included (Kangaroo's order, Liu et al. 2024: the shallow pass comes before the decision to stop), so verification runs [E, L)
-and no layer below E ever sees a token twice. LayerSkip (Elhoushi et al. 2024) is this with a model trained for it; an untrained
-model agrees with its own exits too rarely to gain.
+The draft writes layers [0, E) of the shared cache and keeps the hidden state at E of every token it ran, the last
+drafted one included (Kangaroo's order, Liu et al. 2024: the shallow pass comes before the decision to stop), so
+verification runs [E, L) and no layer below E ever sees a token twice. LayerSkip (Elhoushi et al. 2024) is this with a
+model trained for it; an untrained model agrees with its own exits too rarely to gain.
 
-Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's head to the first d_vocab
-token ids (lossless: q then has smaller support).
+Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's head to the first
+d_vocab token ids (lossless: q then has smaller support).
 """
 
 from __future__ import annotations

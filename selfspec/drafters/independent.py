@@ -1,8 +1,10 @@
-"""Draft with another, smaller causal LM over the same vocabulary, with a cache of its own: the baseline of self-speculation.
+"""Draft with another, smaller causal LM over the same vocabulary, with a cache of its own: the baseline of
+self-speculation.
 
-Leviathan et al. 2023. After a round in which everything was accepted, the draft model has not run the last drafted token. Instead of a
-special case, every round starts with a pass over *two* tokens, the one before the pending token and the pending token, which
-rewrites a slot with what it already holds (or fills the missing one): shapes stay fixed and nothing is ever missing.
+Leviathan et al. 2023. After a round in which everything was accepted, the draft model has not run the last drafted
+token. Instead of a special case, every round starts with a pass over *two* tokens, the one before the pending token
+and the pending token, which rewrites a slot with what it already holds (or fills the missing one): shapes stay fixed
+and nothing is ever missing.
 
 Cost: K steps of the small model, and a second prompt pass and cache.
 """
@@ -82,8 +84,8 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
     """UserError unless both models mean the same text by the same ids."""
     if target.vocab_size != draft.vocab_size:
         raise UserError(
-            f"The draft model {draft.name} has a vocabulary of {draft.vocab_size} tokens, the target {target.name} one of "
-            f"{target.vocab_size}. An independent draft needs the same tokenizer."
+            f"The draft model {draft.name} has a vocabulary of {draft.vocab_size} tokens, the target {target.name} "
+            f"one of {target.vocab_size}. An independent draft needs the same tokenizer."
         )
     if target.tokenizer is None or draft.tokenizer is None:
         return
@@ -91,8 +93,9 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
     if ours != theirs:
         differing = next(token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token))
         raise UserError(
-            f"The draft model {draft.name} has another tokenizer than the target {target.name}: the token {differing!r} has id "
-            f"{theirs.get(differing)} there and {ours.get(differing)} here. An independent draft needs the same tokenizer."
+            f"The draft model {draft.name} has another tokenizer than the target {target.name}: the token "
+            f"{differing!r} has id {theirs.get(differing)} there and {ours.get(differing)} here. "
+            "An independent draft needs the same tokenizer."
         )
 
 

@@ -1,8 +1,9 @@
 """Prompt lookup: what followed the most recent earlier occurrence of the current suffix is likely to follow again.
 
-The longest suffix of up to `max_match` tokens that occurred before in the row wins; among its occurrences the most recent one
-(Saxena 2023; transformers takes the leftmost). No model, q is one-hot. All on the device with fixed shapes: a few comparisons of
-the token buffer, `max_match` times. Worth it where output repeats input: summaries, code edits, question answering.
+The longest suffix of up to `max_match` tokens that occurred before in the row wins; among its occurrences the most
+recent one (Saxena 2023; transformers takes the leftmost). No model, q is one-hot. All on the device with fixed
+shapes: a few comparisons of the token buffer, `max_match` times. Worth it where output repeats input: summaries, code
+edits, question answering.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.config import allowed, conf_names, load_conf
@@ -50,7 +50,7 @@ def build_drafter(name: str | Mapping[str, Any], target: Target, **overrides: An
 
 
 def _typed_options(kind: str, schema: type, given: dict[str, Any]) -> Any:
-    """`given` as an instance of the drafter's Options. Objects that a config cannot hold (a Target) pass as they are."""
+    """`given` as an instance of the drafter's Options. A Target, which no config can hold, passes as it is."""
     names = [field.name for field in fields(schema)]
     for key in given:
         if key not in names:
@@ -62,7 +62,8 @@ def _typed_options(kind: str, schema: type, given: dict[str, Any]) -> Any:
     plain = {key: value for key, value in given.items() if key not in objects}
     try:
         typed = OmegaConf.merge(OmegaConf.structured(schema), plain)
-        return schema(**{name: objects.get(name, typed.get(name)) for name in names})
+        assert isinstance(typed, DictConfig)
+        return schema(**{name: objects[name] if name in objects else typed[name] for name in names})
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise UserError(f"Bad value for drafter option {error.full_key}: {reason}.") from error

@@ -27,7 +27,7 @@ class Lookahead(Protocol):
 
 def build_lookahead(given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:
     """An int (fixed K), a conf/lookahead name, a mapping with `kind`, or a policy object as it is."""
-    if isinstance(given, bool) or isinstance(given, float):
+    if isinstance(given, bool | float):
         raise UserError(f"lookahead={given!r} is not possible: give a whole number, a conf/lookahead name or a policy.")
     if isinstance(given, int):
         return Fixed(given)

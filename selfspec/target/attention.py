@@ -1,7 +1,7 @@
 """Attention over the shared cache without copying grouped keys, registered under its own name in transformers.
 
-The R query heads that share one key/value head are folded into extra query rows, `[B, G, R*T, D]`, so keys and values are
-read once and never expanded (`repeat_kv` would read and write R times the cache). The mask always comes from
+The R query heads that share one key/value head are folded into extra query rows, `[B, G, R*T, D]`, so keys and values
+are read once and never expanded (`repeat_kv` would read and write R times the cache). The mask always comes from
 `selfspec.cache.Pass.mask`, already repeated R times. The registry is the extension point transformers documents; the
 model's own `_attn_implementation` is left alone (see `selfspec.target.views`).
 """
@@ -25,7 +25,7 @@ def grouped_attention(
     scaling: float | None = None,
     **_kwargs: object,
 ) -> tuple[Tensor, None]:
-    """softmax(q·kᵀ·scaling + mask)·v for grouped heads; returns `[B, T, H, D]`. `attention_mask` is `[B, 1, R*T, S]`."""
+    """softmax(q·kᵀ·scaling + mask)·v for grouped heads -> `[B, T, H, D]`. `attention_mask`: `[B, 1, R*T, S]`."""
     rows, num_heads, width, _ = query_BHTD.shape
     num_groups = key_BGSD.shape[1]
     folded = query_BHTD.reshape(rows, num_groups, num_heads // num_groups * width, -1)

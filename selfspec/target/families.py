@@ -1,7 +1,7 @@
 """What differs between model families, declared in one place.
 
-A family is where its parts are found and how one of its layers is called; everything else in selfspec is the same for all.
-A new family is one entry in `FAMILIES` (and its line in the family table of the tests).
+A family is where its parts are found and how one of its layers is called; everything else in selfspec is the same for
+all. A new family is one entry in `FAMILIES` (and its line in the family table of the tests).
 """
 
 from __future__ import annotations

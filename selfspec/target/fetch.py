@@ -141,7 +141,7 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _building(folder: Path, needed_bytes: int) -> Iterator[Path | None]:
-    """Under the folder's lock, yield an empty folder to fill (renamed to `folder` on success), or None if it is there."""
+    """Under its lock, yield an empty folder to fill (renamed to `folder` on success), or None if it is there already."""
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -182,15 +182,15 @@ def _write_model(gguf: Path, folder: Path, source_sha256: str, eos_tokens: tuple
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
-            f"{gguf.name} cannot be read: {error}. It is truncated, or holds an architecture that transformers does not "
-            f"read from GGUF. Download it again, or give a folder with safetensors."
+            f"{gguf.name} cannot be read: {error}. It is truncated, or holds an architecture that transformers does "
+            f"not read from GGUF. Download it again, or give a folder with safetensors."
         ) from error
     expected = {name for name, _ in skeleton.named_parameters()}  # tied weights are named once
     if set(tensors) != expected:
         missing, unused = sorted(expected - set(tensors))[:3], sorted(set(tensors) - expected)[:3]
         raise UserError(f"{gguf.name} does not hold a whole model: missing {missing}, unused {unused}.")
 
-    eos_ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in eos_tokens] or config.eos_token_id
+    eos_ids = [tokenizer.convert_tokens_to_ids(token) for token in eos_tokens] or config.eos_token_id
     config.architectures = [type(skeleton).__name__]
     vars(config).pop("_model_name_or_path", None)  # the GGUF's display name, not a path
     config.dtype = torch.bfloat16

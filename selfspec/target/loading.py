@@ -1,4 +1,5 @@
-"""Where a target comes from: a conf/target name, a local folder, a hub id, a GGUF file, or random weights of a named shape.
+"""Where a target comes from: a conf/target name, a local folder, a hub id, a GGUF file, or random weights of a named
+shape.
 
 Weights are read from safetensors only, and no code that comes with a model is run unless `trust_remote_code=True`.
 """
@@ -16,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from selfspec.config import RandomShape, TargetConfig, allowed, conf_names, load_conf
 from selfspec.errors import UserError
+from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.families import FAMILIES
 from selfspec.target.fetch import convert_gguf, fetch_smollm2
 from selfspec.target.stack import Target
@@ -39,7 +41,8 @@ def load_target(
     chosen_dtype = choose_dtype(dtype, chosen_device)
     config, name = _as_config(name_or_path, trust_remote_code)
     if config.kind == "random":
-        model, tokenizer = random_model(config), None
+        model = random_model(config)
+        tokenizer = byte_tokenizer() if config.shape.vocab_size >= 256 else None
     else:
         model, tokenizer = _load_pretrained(config, chosen_dtype)
     return wrap_target(model.to(device=chosen_device, dtype=chosen_dtype), tokenizer, name)
@@ -120,7 +123,7 @@ def _load_pretrained(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
             f"Could not load a model from {config.path or path}: {reason} "
-            "Needed: a folder or hub id with config.json, safetensors weights and a tokenizer that transformers can read."
+            "Needed: a folder or hub id with config.json, safetensors weights and a tokenizer transformers can read."
         ) from error
     finally:
         if progress:
@@ -133,7 +136,8 @@ def random_model(config: TargetConfig) -> Any:
     if config.family not in FAMILIES:
         raise UserError(f"target.family={config.family!r} is unknown. {allowed(config.family, FAMILIES)}")
     shape: RandomShape = config.shape
-    hf_config = CONFIG_MAPPING[config.family](
+    config_class: Any = CONFIG_MAPPING[config.family]
+    hf_config = config_class(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,

@@ -1,8 +1,9 @@
 """The target as a stack: embed, layers [a, b), norm, head.
 
-Speculation from a model's own layers needs one thing transformers' `forward` does not offer: run layers [0, E), stop, and go
-on later with [E, L) from the kept hidden state. `Target.run_layers(hidden, a, b, pass_)` is that, on transformers' own layer
-modules (no model code is copied) and on selfspec's one cache. Running [0, E) then [E, L) is the full forward, split.
+Speculation from a model's own layers needs one thing transformers' `forward` does not offer: run layers [0, E), stop,
+and go on later with [E, L) from the kept hidden state. `Target.run_layers(hidden, a, b, pass_)` is that, on
+transformers' own layer modules (no model code is copied) and on selfspec's one cache. Running [0, E) then [E, L) is
+the full forward, split.
 
 Shape letters: B rows, T positions in this pass, M model width, V vocabulary.
 """
@@ -10,7 +11,7 @@ Shape letters: B rows, T positions in this pass, M model width, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from selfspec.cache import KVCache, LayerShape, Pass
 from selfspec.errors import UserError
+from selfspec.sampling import Sampling
 from selfspec.target.families import family_of, layer_windows
+from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.views import module_view
 
 # rotary tables that depend on the length of the sequence so far: exact only while the first table is in use
@@ -28,7 +31,9 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class Target:
-    """A Hugging Face causal LM (left untouched) whose layers can be run in part. Made by `wrap_target` or `load_target`."""
+    """A Hugging Face causal LM (left untouched) whose layers can be run in part. Made by `wrap_target` or
+    `load_target`.
+    """
 
     def __init__(self, model: Any, tokenizer: Any | None = None, name: str = "wrapped") -> None:
         config = model.config.get_text_config()
@@ -42,7 +47,7 @@ class Target:
         self.layers: list[nn.Module] = list(attrgetter(family.layers)(view))
         self._norm: nn.Module = attrgetter(family.norm)(view)
         self._rotary: nn.Module = attrgetter(family.rotary)(view)
-        self._head: nn.Module = attrgetter(family.head)(view)
+        self._head: Any = attrgetter(family.head)(view)
         self.windows = layer_windows(config, len(self.layers))
         self._cache_argument = _cache_argument(self.layers[0])
         self._rotary_table: tuple[Tensor, Tensor] | None = None
@@ -129,6 +134,17 @@ class Target:
     def head(self, hidden_BTM: Tensor) -> Tensor:
         """Final norm and LM head, `[B, T, V]` in the model's dtype."""
         return self._head(self._norm(hidden_BTM))
+
+    def hf_generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+    ) -> HFOutput:
+        """Plain `generate` of the wrapped model, timed: see `selfspec.target.hf_baseline`."""
+        return hf_generate(self, prompt_ids, max_new_tokens, sampling, eos_token_ids, seed)
 
     def _rotary_at(self, positions_BT: Tensor, num_slots: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of each position, indexed from a table made once by the model's own rotary module."""

@@ -1,20 +1,21 @@
 """A private view of a loaded model: the same parameters, its own configuration object.
 
-selfspec needs its own attention function inside transformers' layers, but the caller's model must stay exactly as it was,
-also for other threads and after exceptions. So the modules are copied shallowly (microseconds, no weights) and only the
-copies see a configuration that names our attention.
+selfspec needs its own attention function inside transformers' layers, but the caller's model must stay exactly as it
+was, also for other threads and after exceptions. So the modules are copied shallowly (microseconds, no weights) and
+only the copies see a configuration that names our attention.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from torch import nn
 
 from selfspec.target.attention import IMPLEMENTATION
 
 
-def module_view(module: nn.Module, _configs: dict[int, object] | None = None) -> nn.Module:
+def module_view(module: nn.Module, _configs: dict[int, Any] | None = None) -> nn.Module:
     """A module tree that shares every parameter and buffer of `module` but dispatches attention to selfspec."""
     configs = {} if _configs is None else _configs
     view = copy.copy(module)

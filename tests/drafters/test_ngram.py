@@ -1,0 +1,64 @@
+"""Prompt lookup copies what followed the most recent occurrence of the longest matching suffix."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from selfspec import UserError, build_drafter, wrap_target
+from selfspec.decoding.rows import Rows
+from tiny_models import tiny_llama
+
+TARGET = wrap_target(tiny_llama())
+
+
+def reference(tokens, num_drafted, max_match, min_match):
+    """The definition, as a loop."""
+    for length in range(min(max_match, len(tokens) - 1), min_match - 1, -1):
+        suffix = tokens[-length:]
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == suffix:
+                return tokens[start + length :][:num_drafted]
+    return []
+
+
+@pytest.mark.parametrize("max_match, min_match", [(1, 1), (3, 1), (3, 2), (4, 4)])
+@pytest.mark.parametrize("num_drafted", [1, 4])
+def test_drafts_are_those_of_the_definition(num_drafted, max_match, min_match):
+    drafter = build_drafter("ngram", TARGET, max_match=max_match, min_match=min_match)
+    rng = random.Random(0)
+    found = 0
+    for _ in range(60):
+        contents = [[rng.randrange(5) for _ in range(rng.randrange(1, 40))] for _ in range(3)]
+        rows = Rows(TARGET, 3, 64)
+        for row, tokens in enumerate(contents):
+            rows.place(row, tokens, 8, row)
+        draft = drafter.propose(rows, num_drafted, None)
+        for row, tokens in enumerate(contents):
+            count = int(draft.num_drafted_B[row])
+            expected = reference(tokens, num_drafted, max_match, min_match)
+            assert draft.tokens_BK[row, :count].tolist() == expected
+            found += bool(expected)
+    assert found > 5
+
+
+def test_idle_rows_draft_nothing():
+    rows = Rows(TARGET, 2, 64)
+    rows.place(0, [5, 6, 5, 6, 5], 8, 0)
+    draft = build_drafter("ngram", TARGET).propose(rows, 3, None)
+    assert draft.num_drafted_B.tolist() == [2, 0]  # 5 6 5 matches at 0, and 6 5 follow it
+
+
+def test_impossible_match_lengths_are_refused():
+    for options in ({"max_match": 0}, {"max_match": 2, "min_match": 3}, {"min_match": 0}):
+        with pytest.raises(UserError, match="1 <= min_match <= max_match"):
+            build_drafter("ngram", TARGET, **options)
+
+
+def test_the_buffer_behind_the_committed_tokens_is_never_copied_from():
+    rows = Rows(TARGET, 1, 64)
+    rows.place(0, [5, 6, 7], 8, 0)
+    rows.tokens_BS[0, 3:] = torch.tensor([7, 7, 7] + [0] * (rows.tokens_BS.shape[1] - 6))
+    assert build_drafter("ngram", TARGET).propose(rows, 3, None).num_drafted_B.tolist() == [0]
