@@ -11,7 +11,6 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint clean
@@ -27,10 +26,10 @@ $(VENV)/.created:
 	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
-# torch first and by its exact version: an unpinned one would bring gigabytes of CUDA libraries to a machine without a GPU.
+# constraints.txt pins torch: an unpinned one would bring gigabytes of CUDA libraries to a machine without a GPU.
+# --no-compile: Python compiles what is imported, and not the thousands of modules that are not.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt "$(TORCH)"
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.installed
