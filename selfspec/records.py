@@ -199,11 +199,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, allow_nan=False, indent=indent)
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write, sync, rename, sync the folder: a reader sees the old file or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with open(partial, "wb") as handle:
-        handle.write(text.encode())
+        handle.write(content.encode() if isinstance(content, str) else content)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(partial, path)
@@ -301,7 +301,7 @@ def _repair(path: Path) -> None:
     entries = _json_lines(path / "rounds.jsonl")
     kept = [line for line, (entry, where) in zip(lines, entries, strict=True) if _key_of(entry, where) in known]
     if len(kept) < len(lines):
-        write_atomic(path / "rounds.jsonl", b"".join(kept).decode())
+        write_atomic(path / "rounds.jsonl", b"".join(kept))
 
 
 def _whole_lines(data: bytes) -> bytes:

@@ -1,0 +1,81 @@
+"""From run directories to files: what `experiments/report.py` does, as a function.
+
+console   both tables, printed
+markdown  comparison.md, categories.md
+latex     comparison.tex, categories.tex
+csv       statistics.csv: every estimator, overall and per category
+figures   speedup, acceptance and time, each as .pdf and .png
+trace     trace-<run>.html, from the traces.jsonl of each run that has one
+all       all of these
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from selfspec.errors import UserError
+from selfspec.records import read_traces, write_atomic
+from selfspec.report.figures import all_figures, to_bytes
+from selfspec.report.render import print_table, to_latex, to_markdown
+from selfspec.report.runs import Measured, load_runs
+from selfspec.report.tables import category_table, comparison_table, to_csv
+from selfspec.report.trace import trace_page
+
+FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "all")
+
+
+def build_report(
+    runs: str | Path | Sequence[str | Path],
+    formats: str | Sequence[str] = "console",
+    out: str | Path = "tables",
+    allow_mixed: bool = False,
+    allow_unfinished: bool = False,
+) -> list[Path]:
+    """Writes (and prints) what `formats` names; returns the files. Nothing is written unless everything could be made.
+
+    Raises `UserError` for an unknown format and for whatever `load_runs` refuses.
+    """
+    wanted = [formats] if isinstance(formats, str) else list(formats)
+    for name in wanted:
+        if name not in FORMATS:
+            raise UserError(f"format={name} is unknown; allowed: {', '.join(FORMATS)}, or a list of them.")
+    if not wanted:
+        raise UserError(f"no format given; allowed: {', '.join(FORMATS)}, or a list of them.")
+    loaded = load_runs(runs, allow_mixed, allow_unfinished)
+    wanted = list(FORMATS[:-1]) if "all" in wanted else wanted
+    files = dict(_files(loaded, wanted, strict="all" not in formats))
+    folder = Path(out)
+    try:
+        if files:
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomic(folder / name, content)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place with out=...") from error
+    if "console" in wanted:
+        print_table(comparison_table(loaded))
+        print()
+        print_table(category_table(loaded), notes=False)
+    return [folder / name for name in files]
+
+
+def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Iterator[tuple[str, str | bytes]]:
+    tables = (comparison_table(runs), category_table(runs))
+    if "markdown" in wanted:
+        yield from ((f"{table.name}.md", to_markdown(table)) for table in tables)
+    if "latex" in wanted:
+        yield from ((f"{table.name}.tex", to_latex(table)) for table in tables)
+    if "csv" in wanted:
+        yield "statistics.csv", to_csv(runs)
+    if "figures" in wanted:
+        for name, make in all_figures(runs).items():
+            for file_format in ("pdf", "png"):
+                yield f"{name}.{file_format}", to_bytes(make(runs), file_format)
+    if "trace" in wanted:
+        traced = [item.run for item in runs if (item.run.path / "traces.jsonl").exists()]
+        if not traced and strict:
+            raise UserError("no run holds traces.jsonl, so there is no trace page to make; drop format=trace.")
+        for run in traced:
+            name = run.path.resolve().name
+            yield f"trace-{name}.html", trace_page(read_traces(run.path / "traces.jsonl"), f"Trace of {name}")
