@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from test_dependencies import imports_of
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -97,6 +99,16 @@ def test_constraints_pin_everything_that_is_installed_for_it():
                 waiting += [(Requirement(text), wanted_extra) for text in needs]
     assert not missing
     assert len({name for name, _ in seen}) > len(direct_requirements())
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Not one of them may come only because another package happens to need it."""
+    distributions = {"hydra": "hydra-core", "yaml": "pyyaml"}
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    own = {"selfspec"} | set(sys.stdlib_module_names)
+    files = [*(ROOT / "selfspec").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
+    imported = {one.module.split(".")[0] for path in files for one in imports_of(path)} - own
+    assert {canonicalize_name(distributions.get(name, name)) for name in imported} - declared == set()
 
 
 def test_the_supported_python_is_said_once_and_the_same():
