@@ -285,3 +285,26 @@ def test_prompt_metrics_leave_out_what_was_not_measured():
 
 def test_flatten_joins_names_and_drops_nothing_but_none():
     assert flatten({"a": {"b": [1, {"c": 2}], "d": None}, "e": "x"}) == {"a/b/0": 1, "a/b/1/c": 2, "e": "x"}
+
+
+def test_a_measured_run_is_mirrored_round_by_round(tmp_path: Path):
+    """The main job with `tracking=wandb_offline`: what W&B shows is what the run directory holds."""
+    root = Path(__file__).parent.parent.parent
+    overrides = ["experiment=smoke_tiny", "tracking=wandb_offline", "measure.max_prompts=2", f"output_dir={tmp_path}"]
+    command = [sys.executable, str(root / "experiments" / "compare.py"), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = tmp_path.glob("smoke/tiny-*")
+    mirrored = read_offline_run(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert mirrored.config["config_hash"].startswith(run_dir.name.rpartition("-")[2])
+    assert mirrored.exit_code == 0
+    for line in (run_dir / "rounds.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        rows = [row for row in mirrored.rows(f"{entry['method']}/round/") if row["prompt_id"] == entry["prompt_id"]]
+        found = [[row[name] for name in ROUND_METRICS] for row in rows]
+        assert len(found) == len(entry["rounds"])
+        assert found == [pytest.approx(one) for one in entry["rounds"]]
+    for name in summary["methods"]:
+        assert len(mirrored.rows(f"{name}/prompt/")) == 2
+        assert any(key.startswith(f"methods/{name}/") for key in mirrored.summary)
