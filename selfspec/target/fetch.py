@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -141,7 +142,7 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _building(folder: Path, needed_bytes: int) -> Iterator[Path | None]:
-    """Under its lock, yield an empty folder to fill (renamed to `folder` on success), or None if it is there already."""
+    """Under its lock, yield an empty folder to fill (renamed to `folder` on success), or None if it is there."""
     root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -180,7 +181,7 @@ def _write_model(gguf: Path, folder: Path, source_sha256: str, eos_tokens: tuple
             skeleton = AutoModelForCausalLM.from_config(config)
         tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=skeleton)["tensors"]
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    except (ValueError, IndexError, KeyError) as error:
+    except (ValueError, IndexError, KeyError, EOFError, struct.error) as error:  # what readers of cut files raise
         raise UserError(
             f"{gguf.name} cannot be read: {error}. It is truncated, or holds an architecture that transformers does "
             f"not read from GGUF. Download it again, or give a folder with safetensors."

@@ -1,0 +1,39 @@
+"""Training text made by the target itself: python experiments/make_data.py out=data/smollm2"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from selfspec.config import conf_dir
+from selfspec.errors import UserError
+from selfspec.target import load_target
+from selfspec.training.config import MakeDataConfig, resolve_job
+from selfspec.training.making import make_data, read_prompts
+
+
+def report(answer_tokens: int, tokens_per_s: float, step_s: float) -> None:
+    rate = f"{tokens_per_s:6.0f} tokens/s, {step_s:.2f} s per step"
+    print(f"{time.strftime('%H:%M:%S')}  {answer_tokens:>9,} answer tokens  {rate}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="make_data")
+def main(composed: DictConfig) -> None:
+    try:
+        job = resolve_job(MakeDataConfig, composed)
+        if job.runtime.num_threads:
+            torch.set_num_threads(job.runtime.num_threads)
+        prompts = read_prompts(job.prompt_file) if job.prompt_file else None
+        target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
+        manifest = make_data(target, job.data, job.out, prompts, report)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"{job.out}: {manifest['totals']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Drafts trained from the target: data it writes itself, losses, the trainer, checkpoints."""

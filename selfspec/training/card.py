@@ -1,0 +1,85 @@
+"""The card that lies beside a trained draft: what it is, what it was made from, how, and how good it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.training.data import write_atomically
+from selfspec.training.trainer import LOG
+
+SUMMARY = "training.json"
+
+
+def write_card(
+    folder: Path,
+    module: nn.Module,
+    what: dict[str, Any],
+    manifest: dict[str, Any],
+    summary: dict[str, Any],
+    command: str,
+) -> None:
+    """README.md for people, training.json for programs (the tokenizer is the target's, named there by its template)."""
+    totals = manifest["totals"]
+    log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    facts = {
+        **what,
+        "command": command,
+        "parameters": parameters,
+        "bytes": (folder / "model.safetensors").stat().st_size,
+        "train_samples": totals["train_samples"],
+        "train_answer_tokens": totals["train_answer_tokens"],
+        "epochs": max((record["epoch"] for record in log if "epoch" in record), default=0) + 1,
+        "torch": torch.__version__,
+        "held_out": summary,
+    }
+    text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
+    write_atomically(folder / SUMMARY, lambda partial: partial.write_text(text))
+    write_atomically(folder / "README.md", lambda partial: partial.write_text(_readme(facts, log)))
+
+
+def _readme(facts: dict[str, Any], log: list[dict[str, Any]]) -> str:
+    held_out, target = facts["held_out"], facts["target"]
+    by_position = " / ".join("–" if a is None else f"{a:.3f}" for a in held_out["greedy_acceptance_by_position"])
+    curve = [record for record in log if "held_out_alpha" in record]
+    measures = ("alpha", "greedy_agreement", "greedy_tau")
+    rows = [" | ".join([f"| {r['step']}", *(f"{r[f'held_out_{m}']:.3f}" for m in measures), ""]).strip() for r in curve]
+    return "\n".join(
+        [
+            f"# {facts['kind']} draft for {target['name']}",
+            "",
+            f"{facts['parameters']:,} parameters, {facts['bytes']:,} bytes of bfloat16. Apache-2.0, as the target.",
+            f"Made for the target with fingerprint `{target['fingerprint']}` ({target['num_layers']} layers, width "
+            f"{target['width']}, {target['vocab_size']:,} tokens), whose tokenizer it uses.",
+            "",
+            "```",
+            facts["command"],
+            "```",
+            "",
+            f"Data: {facts['train_samples']:,} chats, {facts['train_answer_tokens']:,} answer tokens, prompts and "
+            f"answers written by the target (manifest sha256 `{facts['data_manifest_sha256']}`); "
+            f"{facts['epochs']} epochs, {facts['train']['steps']} steps.",
+            "",
+            f"Held out, {held_out['answer_tokens']:,} answer tokens on prompts that training never saw:",
+            "",
+            "| measure | value |",
+            "|---|---|",
+            f"| α at T=1, over the {facts['train']['num_kept']} likeliest target tokens (a lower bound) "
+            f"| {held_out['alpha']:.3f} |",
+            f"| greedy agreement | {held_out['greedy_agreement']:.3f} |",
+            f"| greedy τ, lookahead {held_out['lookahead']} (bonus token included) | {held_out['greedy_tau']:.3f} |",
+            f"| greedy acceptance by draft position, given that the earlier ones were accepted | {by_position} |",
+            "",
+            "Learning curve (part of the held-out text; the last line is all of it):",
+            "",
+            "| step | α | greedy agreement | greedy τ |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )

@@ -1,0 +1,63 @@
+"""What the two training entry points are asked to do: typed, an unknown key or a wrong type is a UserError."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from selfspec.config import RuntimeConfig, TargetConfig
+from selfspec.errors import UserError
+from selfspec.training.data import DataConfig
+from selfspec.training.trainer import TrainConfig
+
+
+@dataclass
+class MakeDataConfig:
+    """experiments/make_data.py."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    out: str = MISSING
+    prompt_file: str | None = None
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass
+class TrainJobConfig:
+    """experiments/train.py. `drafter` is the same group as when decoding; only its kind matters here."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    drafter: dict[str, Any] = field(default_factory=dict)
+    draft: dict[str, Any] = field(default_factory=dict)  # the draft's own shape; checked by what builds it
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: str = MISSING
+    out: str = MISSING
+    tracking: dict[str, Any] = field(default_factory=dict)
+
+
+Job = TypeVar("Job")
+
+
+def resolve_job(schema: type[Job], composed: DictConfig) -> Job:
+    """The composed config as a checked instance of `schema`; UserError names the key that is unknown or mistyped."""
+    plain = OmegaConf.to_container(composed, resolve=True)
+    assert isinstance(plain, dict)
+    plain.pop("hydra", None)
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
+        # The drafter group is written for decoding: the path it wants there is what training makes here.
+        missing = sorted(str(key) for key in OmegaConf.missing_keys(typed) if not str(key).startswith("drafter."))
+        if missing:
+            raise UserError(f"No value for {', '.join(missing)}. Give it on the command line: {missing[0]}=...")
+        if isinstance(plain.get("drafter"), dict):
+            typed.drafter = {"kind": plain["drafter"].get("kind")}
+        job = OmegaConf.to_object(typed)
+    except OmegaConfBaseException as error:
+        problem = str(error.msg or error).splitlines()[0]
+        raise UserError(f"Bad value for {error.full_key or 'the config'}: {problem}.") from error
+    assert isinstance(job, schema)
+    return job

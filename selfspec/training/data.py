@@ -1,0 +1,234 @@
+"""Training text on disk: shards of samples, the manifest that vouches for them, and reading them back.
+
+A data folder holds `shard-00000.safetensors`, ... and `manifest.json` (settings, hashes, token counts). A shard is
+written whole or not at all (temporary name, fsync, rename), so a killed run loses at most the samples of the shard it
+was filling, and the next run goes on with the indices no shard holds. The manifest is rebuilt from the shards.
+
+Only token ids are kept: features and logits are recomputed from the target while training (a forward pass over known
+tokens is far cheaper than writing them was).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from selfspec.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+HOW_MUCH = ("answer_tokens", "rows", "shard_samples")  # settings that may change when a folder is added to
+
+
+@dataclass
+class DataConfig:
+    """What text to make. The defaults are for SmolLM2-135M; every field but HOW_MUCH defines the data."""
+
+    answer_tokens: int = 400_000
+    rows: int = 128
+    shard_samples: int = 128
+    seed: int = 0
+    max_sequence_tokens: int = 351
+    max_prompt_tokens: int = 160
+    max_new_tokens: int = 160
+    prompt_temperature: float = 1.0
+    prompt_min_p: float = 0.02
+    bare_share: float = 0.5
+    openers: list[str] = field(default_factory=list)
+    greedy_share: float = 0.5
+    answer_temperatures: list[float] = field(default_factory=lambda: [0.7, 1.0])
+    held_out_share: float = 0.04
+
+    def __post_init__(self) -> None:
+        for name in ("answer_tokens", "rows", "shard_samples", "max_prompt_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("bare_share", "greedy_share", "held_out_share", "prompt_min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name}={getattr(self, name)} is a share: it must lie in [0, 1].")
+        if len(self.answer_temperatures) != 2 or not 0 < self.answer_temperatures[0] <= self.answer_temperatures[1]:
+            raise UserError(f"answer_temperatures={self.answer_temperatures} must be [low, high] with 0 < low <= high.")
+        if self.max_new_tokens >= self.max_sequence_tokens:
+            raise UserError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
+                f"max_sequence_tokens={self.max_sequence_tokens}."
+            )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One chat: prompt (template included) and the target's answer, which ends in EOS unless it was cut by length."""
+
+    index: int
+    token_ids: list[int]
+    prompt_len: int
+    temperature: float
+    held_out: bool
+
+    @property
+    def answer_len(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What a trainer reads: two lists that share no prompt, and the hash that names them."""
+
+    train: list[Sample]
+    held_out: list[Sample]
+    manifest: dict[str, Any]
+    manifest_sha256: str
+
+
+def write_atomically(path: Path, write: Any) -> None:
+    """`write(temporary path)`, fsync, rename: `path` is the old file or the whole new one, also after kill -9."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"Cannot write {path}: {error.strerror}. Nothing half-written was left.") from error
+    except SafetensorError as error:
+        raise UserError(f"Cannot write {path}: {error}. Nothing half-written was left.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_shard(folder: Path, samples: Sequence[Sample], rejected: dict[int, str]) -> Path:
+    """The next shard of `folder`: samples flattened into one id array, and which indices were rejected and why."""
+    number = len(list(folder.glob("shard-*.safetensors")))
+    lengths = [len(sample.token_ids) for sample in samples]
+    tensors = {
+        "token_ids": np.concatenate(
+            [np.asarray(s.token_ids, dtype=np.int32) for s in samples] or [np.zeros(0, np.int32)]
+        ),
+        "offsets": np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        "prompt_lens": np.asarray([s.prompt_len for s in samples], dtype=np.int32),
+        "index": np.asarray([s.index for s in samples], dtype=np.int64),
+        "temperature": np.asarray([s.temperature for s in samples], dtype=np.float32),
+        "held_out": np.asarray([s.held_out for s in samples], dtype=np.uint8),
+        "rejected_index": np.asarray(sorted(rejected), dtype=np.int64),
+    }
+    reasons = {"rejected": json.dumps(Counter(rejected.values()))}
+    path = folder / f"shard-{number:05d}.safetensors"
+    write_atomically(path, lambda partial: save_file(tensors, partial, metadata=reasons))
+    return path
+
+
+def read_shard(path: Path) -> tuple[list[Sample], list[int], dict[str, int]]:
+    """Samples, rejected indices, and how often each reason occurred. UserError when the file is damaged."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            reasons = json.loads(file.metadata()["rejected"])
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"The data shard {path} is damaged ({error}). Remove it and run make_data again.") from error
+    offsets = tensors["offsets"]
+    samples = [
+        Sample(
+            index=int(tensors["index"][i]),
+            token_ids=tensors["token_ids"][offsets[i] : offsets[i + 1]].tolist(),
+            prompt_len=int(tensors["prompt_lens"][i]),
+            temperature=float(tensors["temperature"][i]),
+            held_out=bool(tensors["held_out"][i]),
+        )
+        for i in range(len(offsets) - 1)
+    ]
+    return samples, tensors["rejected_index"].tolist(), reasons
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
+def write_manifest(folder: Path, config: DataConfig, target: dict[str, Any]) -> dict[str, Any]:
+    """Rebuild manifest.json from the shards: what is in the folder, made by which settings from which target."""
+    shards, rejected = [], Counter[str]()
+    totals = {f"{split}_{what}": 0 for split in ("train", "held_out") for what in ("samples", "answer_tokens")}
+    for path in shard_paths(folder):
+        samples, _, reasons = read_shard(path)
+        rejected.update(reasons)
+        for sample in samples:
+            split = "held_out" if sample.held_out else "train"
+            totals[f"{split}_samples"] += 1
+            totals[f"{split}_answer_tokens"] += sample.answer_len
+        shards.append(
+            {
+                "file": path.name,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+                "samples": len(samples),
+                "prompt_tokens": sum(sample.prompt_len for sample in samples),
+                "answer_tokens": sum(sample.answer_len for sample in samples),
+            }
+        )
+    manifest = {
+        "format": FORMAT,
+        "target": target,
+        "settings": asdict(config),
+        "totals": totals,
+        "rejected_prompts": dict(sorted(rejected.items())),
+        "shards": shards,
+    }
+    text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
+    write_atomically(folder / MANIFEST, lambda partial: partial.write_text(text))
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def check_same_settings(folder: Path, config: DataConfig, target: dict[str, Any]) -> None:
+    """Adding to a folder needs the settings and the target it was begun with. UserError names what differs."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return
+    old = {**manifest["settings"], "target": manifest["target"]["fingerprint"]}
+    new = {**asdict(config), "target": target["fingerprint"]}
+    names = [f.name for f in fields(config) if f.name not in HOW_MUCH] + ["target"]
+    different = [f"{name}: {old.get(name)!r} there, {new[name]!r} now" for name in names if old.get(name) != new[name]]
+    if different:
+        raise UserError(
+            f"{folder} holds data made with other settings ({'; '.join(different)}). Give another out=<folder>, or the "
+            "old settings to add to it."
+        )
+
+
+def load_dataset(folder: str | Path) -> Dataset:
+    """Every sample the manifest lists, its hashes checked.
+
+    Raises UserError: no data there, a shard missing or changed, no answers to learn from or none held out.
+    """
+    folder = Path(folder).expanduser()
+    manifest = read_manifest(folder)
+    if manifest is None or not manifest["shards"]:
+        raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+    samples: list[Sample] = []
+    for shard in manifest["shards"]:
+        path = folder / shard["file"]
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shard["sha256"]:
+            raise UserError(f"{path} is missing or not the file the manifest lists. Remove it and run make_data again.")
+        samples += read_shard(path)[0]
+    samples.sort(key=lambda sample: sample.index)  # the order does not depend on which text was finished first
+    train, held_out = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
+    for name, split in (("training", train), ("held-out", held_out)):
+        if not any(sample.answer_len > 0 for sample in split):
+            raise UserError(
+                f"The {name} split of {folder} has no answer tokens ({len(split)} samples): there would be nothing to "
+                "learn from or to validate on. Make more data, or set held_out_share."
+            )
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    return Dataset(train, held_out, manifest, digest)

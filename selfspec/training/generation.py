@@ -1,0 +1,145 @@
+"""Much text from the target at once: every row takes one token per step, and a row that is done gets the next request.
+
+All rows always run the same [B, 1] step, whether they are reading a prompt or writing: shapes never change, no row ever
+waits for another, and there is no separate prefill. A new request keeps what it has in common with the row's old text
+(the chat header, or the whole prompt when the answer follows in the same row), so prompts are nearly free.
+
+What a request yields depends on (seed, index) alone, not on its row or its neighbours (up to bfloat16 arithmetic).
+
+Cost per step on 2 CPU cores, SmolLM2-135M, bfloat16, 128 rows: about 65 ms in linear layers (weights are read once for
+all rows), 100 ms in attention at 320 slots (each row reads its own cache), 10 ms for sampling over 49,152 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from selfspec.errors import UserError
+from selfspec.target import Target
+
+ROWS_PER_PICK = 32  # the [rows, V] float32 temporaries of sampling stay small enough to be reused by the allocator
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to write. temperature 0 is greedy; min_p drops tokens less likely than min_p times the likeliest."""
+
+    index: int
+    token_ids: list[int]
+    max_new_tokens: int
+    temperature: float = 0.0
+    min_p: float = 0.0
+    kind: str = "answer"
+
+
+@dataclass(frozen=True)
+class Finished:
+    request: Request
+    new_ids: list[int]  # with the EOS, when it stopped there
+
+
+NextRequest = Callable[[Finished | None], Request | None]
+
+
+@torch.inference_mode()
+def generate_stream(
+    target: Target,
+    next_request: NextRequest,
+    *,
+    rows: int,
+    capacity: int,
+    seed: int,
+    eos_ids: Iterable[int],
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Keep `rows` rows busy until `next_request` has no more. It is called with each finished text, at first with None.
+
+    `capacity` bounds prompt + new tokens; a longer request is a UserError.
+    """
+    cache = target.make_cache(rows, capacity)
+    tokens_BS = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
+    uniform_BS = torch.zeros(rows, capacity + 1, dtype=torch.float64, device=target.device)
+    temperature_B, min_p_B = torch.zeros(2, rows, device=target.device)
+    all_rows = torch.arange(rows, device=target.device)
+    eos = torch.tensor(sorted(set(eos_ids)), device=target.device)
+    requests: list[Request | None] = [None] * rows
+    texts: list[list[int]] = [[] for _ in range(rows)]  # what each row knows; `fed` of it is in the cache
+    fed = np.zeros(rows, dtype=np.int64)
+
+    def assign(row: int, finished: Finished | None) -> None:
+        request = next_request(finished)
+        requests[row] = request
+        if request is None:
+            return
+        if len(request.token_ids) + request.max_new_tokens > capacity:
+            raise UserError(
+                f"request {request.index}: {len(request.token_ids)} prompt + {request.max_new_tokens} new tokens "
+                f"exceed the capacity of {capacity}. Shorten the prompt or max_new_tokens, or raise the capacity."
+            )
+        fed[row] = min(common_prefix(texts[row][: fed[row]], request.token_ids), len(request.token_ids) - 1)
+        texts[row] = list(request.token_ids)
+        tokens_BS[row, : len(request.token_ids)] = torch.tensor(request.token_ids)
+        noise = np.random.Generator(np.random.Philox(key=[seed, 2 * request.index + (request.kind == "answer")]))
+        start = len(request.token_ids)
+        uniform_BS[row, start : start + request.max_new_tokens] = torch.from_numpy(noise.random(request.max_new_tokens))
+        temperature_B[row], min_p_B[row] = request.temperature, request.min_p
+
+    for row in range(rows):
+        assign(row, None)
+    while any(requests):
+        positions_B = torch.from_numpy(np.where([r is not None for r in requests], fed, -1)).to(target.device)
+        pass_ = cache.open(positions_B[:, None], int(fed.max()) + 1)
+        inputs_B1 = tokens_BS[all_rows, positions_B.clamp(min=0)][:, None]
+        hidden_B1M = target.run_layers(target.embed(inputs_B1), 0, target.num_layers, pass_)
+        logits_BV = target.head(hidden_B1M)[:, 0]
+        picked_B = pick(logits_BV, temperature_B, min_p_B, uniform_BS[all_rows, positions_B.clamp(min=0) + 1])
+        stops = torch.isin(picked_B, eos).tolist()
+        for row, (request, token) in enumerate(zip(requests, picked_B.tolist(), strict=True)):
+            if request is None:
+                continue
+            fed[row] += 1
+            if fed[row] < len(texts[row]):  # still reading its prompt: what was picked is ignored
+                continue
+            texts[row].append(token)
+            tokens_BS[row, fed[row]] = token
+            new_ids = texts[row][len(request.token_ids) :]
+            if stops[row] or len(new_ids) == request.max_new_tokens:
+                assign(row, Finished(request, new_ids))
+        on_step()
+
+
+def common_prefix(known: list[int], wanted: list[int]) -> int:
+    length = 0
+    for a, b in zip(known, wanted, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def pick(logits_BV: Tensor, temperature_B: Tensor, min_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+    """One token per row by inverting the distribution function at `uniform_B`; the argmax where temperature is 0."""
+    picked = []
+    for logits, temperature, min_p, uniform in zip(
+        logits_BV.split(ROWS_PER_PICK),
+        temperature_B.split(ROWS_PER_PICK),
+        min_p_B.split(ROWS_PER_PICK),
+        uniform_B.split(ROWS_PER_PICK),
+        strict=True,
+    ):
+        likeliest = logits.argmax(-1)
+        weights = logits.to(
+            torch.float32, copy=True
+        )  # in place from here on: fresh megabytes cost more than the arithmetic
+        weights.sub_(weights.amax(-1, keepdim=True)).div_(temperature.clamp(min=1e-6)[:, None]).exp_()
+        weights.masked_fill_(weights < min_p[:, None], 0.0)
+        reached = weights.cumsum(-1)
+        goal = uniform.to(reached.dtype)[:, None] * reached[:, -1:]
+        drawn = torch.searchsorted(reached, goal, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        picked.append(torch.where(temperature > 0, drawn, likeliest))
+    return torch.cat(picked)

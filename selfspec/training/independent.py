@@ -1,0 +1,134 @@
+"""The baseline draft: a small Llama of its own, with the target's tokenizer, distilled from the target's text.
+
+Its (tied) embedding starts as the target's own, reduced to its width by a singular value decomposition: words that the
+target treats alike begin alike, which is worth thousands of steps. With 128 numbers per word the 49,152 words of
+SmolLM2 are most of its 7.3M parameters, and the head is most of a draft step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.config import RandomShape, TargetConfig
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.target.loading import random_model
+from selfspec.training.batches import Batch
+from selfspec.training.evaluate import Validation
+from selfspec.training.losses import CHUNK, acceptance, head_loss
+
+
+@dataclass
+class IndependentShape:
+    hidden_size: int = 128
+    intermediate_size: int = 512
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    seed: int = 0
+
+
+class IndependentTrainee:
+    """A `LlamaForCausalLM` trained to predict the target."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module: nn.Module = model
+        self._model: Any = model
+
+    def loss(self, batch: Batch) -> Tensor:
+        hidden_NM = self._hidden(batch)
+        head_VM = self._model.lm_head.weight
+        return head_loss(hidden_NM, head_VM, batch.teacher_ids_NK, batch.teacher_logp_NK, batch.weight_N)
+
+    @torch.inference_mode()
+    def validate(self, batches: Iterable[Batch], greedy: set[int], lookahead: int = 5) -> Validation:
+        result = Validation(lookahead)
+        for batch in batches:
+            num = int(batch.weight_N.sum())
+            hidden_NM = self._hidden(batch)[:num]
+            alpha, agree = [], []
+            for part in torch.arange(num).split(CHUNK):
+                logits = self._model.lm_head(hidden_NM[part]).float()
+                ids, logp = batch.teacher_ids_NK[part], batch.teacher_logp_NK[part]
+                alpha.append(acceptance(logits, ids, logp))
+                agree.append(logits.argmax(-1) == ids[:, 0])
+            agreed = torch.cat(agree).tolist()
+            result.add_positions(torch.cat(alpha).tolist(), agreed)
+            by_document: dict[int, list[bool]] = {}
+            for document, same in zip(batch.document_N[:num].tolist(), agreed, strict=True):
+                by_document.setdefault(document, []).append(same)
+            for document, text in by_document.items():
+                if document in greedy:
+                    result.add_greedy_text(text)
+        return result
+
+    def save(self, folder: Path) -> None:
+        weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.module.state_dict().items()}
+        weights.pop("lm_head.weight")  # tied
+        self._model.config.dtype = torch.bfloat16
+        self._model.save_pretrained(folder, state_dict=weights)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        hidden_BTM = self._model.model(
+            input_ids=batch.token_ids_BT,
+            position_ids=batch.positions_BT,
+            attention_mask=batch.attention_mask(),
+            use_cache=False,
+        ).last_hidden_state
+        return hidden_BTM.flatten(0, 1)[batch.flat_N].float()
+
+
+def build_independent(target: Target, options: dict[str, Any]) -> IndependentTrainee:
+    """A fresh draft for `target`. Options are the fields of IndependentShape; UserError names an unknown one."""
+    unknown = sorted(set(options) - set(asdict(IndependentShape())))
+    if unknown:
+        raise UserError(
+            f"draft.{unknown[0]} is no option of independent. Allowed: {', '.join(asdict(IndependentShape()))}."
+        )
+    shape = IndependentShape(**options)
+    if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
+        raise UserError(
+            f"draft.hidden_size={shape.hidden_size} must be a multiple of num_heads={shape.num_heads}, and that one of "
+            f"num_kv_heads={shape.num_kv_heads}."
+        )
+    config = TargetConfig(
+        kind="random",
+        family="llama",
+        seed=shape.seed,
+        shape=RandomShape(
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            vocab_size=target.vocab_size,
+            max_positions=target.max_positions,
+            tie_word_embeddings=True,
+        ),
+    )
+    model = random_model(config).float()
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(target.config, name, None)
+        setattr(model.config, name, value)
+        setattr(model.generation_config, name, value)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(reduced_embedding(target.head_weight_VM, shape.hidden_size))
+    return IndependentTrainee(model)
+
+
+def reduced_embedding(weight_VM: Tensor, width: int, std: float = 0.02) -> Tensor:
+    """The `width` leading principal directions of an embedding (exact, by its M×M Gram matrix), scaled to `std`."""
+    weight = weight_VM.detach().to("cpu", torch.float32)
+    weight = weight - weight.mean(0)
+    _, vectors = torch.linalg.eigh((weight.T @ weight).double())  # ascending
+    basis = vectors.flip(1)[:, :width].float()
+    reduced = weight @ basis
+    if reduced.shape[1] < width:
+        reduced = torch.nn.functional.pad(reduced, (0, width - reduced.shape[1]))
+    return reduced * (std / reduced.std())

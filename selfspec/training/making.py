@@ -1,0 +1,144 @@
+"""Making the data: the target writes prompts and answers until there are enough, shard by shard, resumable."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.training.data import (
+    DataConfig,
+    Sample,
+    check_same_settings,
+    read_shard,
+    shard_paths,
+    write_manifest,
+    write_shard,
+)
+from selfspec.training.generation import generate_stream
+from selfspec.training.identity import target_identity
+from selfspec.training.self_prompts import SampleSource, chat_template, normalised
+
+Progress = Callable[[int, float, float], None]  # answer tokens made in all, tokens/s of this run, seconds per step
+PROGRESS_S = 20.0
+
+
+def make_data(
+    target: Target,
+    config: DataConfig,
+    out: str | Path,
+    prompts: Sequence[str] | None = None,
+    progress: Progress = print,
+) -> dict[str, Any]:
+    """Add samples to `out` until it holds `config.answer_tokens` answer tokens; returns the manifest.
+
+    Stopped at any moment, it goes on where it was: indices in no shard are written (again).
+    Raises UserError: another process writes there, other settings there, no chat template, disk full.
+    """
+    folder = Path(out).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"Another process is adding data to {folder}. Wait for it, or give another out=.") from error
+    with lock:
+        return _make_locked(target, config, folder, prompts, progress)
+
+
+def _make_locked(
+    target: Target, config: DataConfig, folder: Path, prompts: Sequence[str] | None, progress: Progress
+) -> dict[str, Any]:
+    template = chat_template(target.tokenizer)
+    identity = target_identity(target, template.before + template.after)
+    check_same_settings(folder, config, identity)
+    done, seen, total = _already_made(folder, target.tokenizer, template.before, template.after)
+    manifest = write_manifest(folder, config, identity)
+    fresh: list[Sample] = []
+    rejected: dict[int, str] = {}
+    begun, made = time.perf_counter(), 0
+    steps, reported = 0, begun
+
+    def flush() -> None:
+        nonlocal manifest
+        if fresh or rejected:
+            write_shard(folder, fresh, rejected)
+            manifest = write_manifest(folder, config, identity)
+            fresh.clear()
+            rejected.clear()
+
+    def on_result(index: int, result: Sample | str) -> bool:
+        nonlocal total, made
+        if isinstance(result, str):
+            rejected[index] = result
+        else:
+            fresh.append(result)
+            total, made = total + result.answer_len, made + result.answer_len
+            if len(fresh) >= config.shard_samples:
+                flush()
+        return total < config.answer_tokens
+
+    def on_step() -> None:
+        nonlocal steps, reported
+        steps, now = steps + 1, time.perf_counter()
+        if now - reported >= PROGRESS_S:
+            reported = now
+            progress(total, made / (now - begun), (now - begun) / steps)
+
+    if total < config.answer_tokens:
+        source = SampleSource(config, target.tokenizer, target.eos_token_ids, prompts, done, seen, on_result)
+        generate_stream(
+            target,
+            source,
+            rows=config.rows,
+            capacity=config.max_sequence_tokens,
+            seed=config.seed,
+            eos_ids=target.eos_token_ids,
+            on_step=on_step,
+        )
+        flush()
+    return manifest
+
+
+def _already_made(folder: Path, tokenizer: Any, before: str, after: str) -> tuple[set[int], set[str], int]:
+    """Indices not to be made again, the prompts seen (normalised), and the answer tokens there are."""
+    done: set[int] = set()
+    seen: set[str] = set()
+    total = 0
+    for path in shard_paths(folder):
+        samples, rejected, _ = read_shard(path)
+        done.update(rejected)
+        for sample in samples:
+            done.add(sample.index)
+            text = tokenizer.decode(sample.token_ids[: sample.prompt_len])
+            seen.add(normalised(text.removeprefix(before).removesuffix(after)))
+            total += sample.answer_len
+    return done, seen, total
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts of a JSON-lines file: each line an object with "prompt" (text) or "turns" (its first one is used)."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise UserError(f"No prompt file at {path}.")
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompt = entry["prompt"] if "prompt" in entry else entry["turns"][0]
+        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise UserError(f'{path}, line {number}: expected {{"prompt": "..."}} or {{"turns": ["..."]}}.') from error
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError(f"{path}, line {number}: the prompt is empty or not a text.")
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{path} holds no prompts.")
+    return prompts

@@ -1,0 +1,114 @@
+"""The target's own distributions on the training text, computed once and kept beside the data.
+
+For every answer token its K likeliest alternatives and their log-probabilities (float16): 6 bytes each, 77 MB for
+0.4 M tokens at K=32, instead of a forward pass of the target in every epoch. One file per shard, written atomically,
+keyed by the shard's sha256 and the target's fingerprint; a killed run goes on at the first shard that has none.
+
+Costs one forward pass of the target: about 2,000 tokens/s on 2 cores in bfloat16 for SmolLM2-135M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.training.batches import Teacher
+from selfspec.training.data import Dataset, Sample, read_shard, write_atomically
+
+ROWS = 16
+HEAD_CHUNK = 256
+
+
+def teachers_for(
+    target: Target,
+    folder: str | Path,
+    dataset: Dataset,
+    identity: dict[str, Any],
+    *,
+    num_kept: int,
+    progress: Callable[[str], None] = print,
+) -> dict[int, Teacher]:
+    """Sample index -> Teacher for every sample of the dataset, computing what is not kept yet.
+
+    UserError when the data was made by another target or under another chat template than `identity` says.
+    """
+    made_by = dataset.manifest["target"]
+    for what in ("fingerprint", "template"):
+        if made_by[what] != identity[what]:
+            raise UserError(
+                f"The data in {folder} was made by target {made_by['name']!r} with {what} {made_by[what]}, but this "
+                f"target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's text: make "
+                "data with this one, or give the target (and tokenizer) it was made with."
+            )
+    kept = Path(folder).expanduser() / f"teacher-{identity['fingerprint']}-k{num_kept}"
+    kept.mkdir(exist_ok=True)
+    teachers: dict[int, Teacher] = {}
+    for shard in dataset.manifest["shards"]:
+        samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
+        path = kept / shard["file"]
+        if not _is_of(path, shard["sha256"]):
+            progress(f"target distributions for {shard['file']}")
+            _write(path, distributions(target, samples, num_kept), shard["sha256"])
+        teachers.update(_read(path, samples))
+    return teachers
+
+
+@torch.inference_mode()
+def distributions(target: Target, samples: Sequence[Sample], num_kept: int) -> list[Teacher]:
+    """Run the target over known text, in rows of similar length; keep the likeliest tokens per answer position."""
+    by_length = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids))
+    capacity = len(samples[by_length[-1]].token_ids) if by_length else 0
+    cache = target.make_cache(ROWS, capacity)
+    teachers: dict[int, Teacher] = {}
+    for begin in range(0, len(by_length), ROWS):
+        members = by_length[begin : begin + ROWS]
+        width = max(len(samples[i].token_ids) for i in members)
+        token_ids = torch.zeros(ROWS, width, dtype=torch.int64)
+        positions = torch.full((ROWS, width), -1, dtype=torch.int64)
+        for row, i in enumerate(members):
+            length = len(samples[i].token_ids)
+            token_ids[row, :length] = torch.tensor(samples[i].token_ids)
+            positions[row, :length] = torch.arange(length)
+        pass_ = cache.open(positions.to(target.device), width)
+        hidden_BTM = target.run_layers(target.embed(token_ids.to(target.device)), 0, target.num_layers, pass_)
+        for row, i in enumerate(members):
+            first, last = samples[i].prompt_len - 1, len(samples[i].token_ids) - 1
+            logits = target.head(hidden_BTM[row : row + 1, first:last])[0].float()
+            logp, ids = torch.topk(logits, num_kept, dim=-1)
+            logp = logp - torch.logsumexp(logits, dim=-1, keepdim=True)
+            teachers[i] = Teacher(
+                ids.to("cpu", torch.int32).numpy(), logp.clamp(min=-60).to("cpu", torch.float16).numpy()
+            )
+    return [teachers[i] for i in range(len(samples))]
+
+
+def _write(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
+    tensors = {
+        "ids": np.concatenate([teacher.ids_AK for teacher in teachers]),
+        "logp": np.concatenate([teacher.logp_AK for teacher in teachers]),
+    }
+    write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"shard_sha256": shard_sha256}))
+
+
+def _is_of(path: Path, shard_sha256: str) -> bool:
+    if not path.exists():
+        return False
+    with safe_open(path, framework="numpy") as file:
+        return bool(file.metadata()["shard_sha256"] == shard_sha256)
+
+
+def _read(path: Path, samples: Sequence[Sample]) -> dict[int, Teacher]:
+    with safe_open(path, framework="numpy") as file:
+        ids, logp = file.get_tensor("ids"), file.get_tensor("logp")
+    edges = np.cumsum([0, *(sample.answer_len for sample in samples)])
+    return {
+        sample.index: Teacher(ids[a:b], logp[a:b]) for sample, a, b in zip(samples, edges[:-1], edges[1:], strict=True)
+    }

@@ -1,0 +1,42 @@
+"""What the trainer needs of a draft: one protocol, one file per draft, one line in TRAINEES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from selfspec.config import allowed
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.training.batches import Batch
+from selfspec.training.evaluate import Validation
+
+
+class Trainee(Protocol):
+    module: nn.Module  # what is trained and checkpointed: its parameters and nothing of the target's
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Sum over the supervised positions, differentiable; the trainer divides by their number in the whole step."""
+
+    def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
+        """Held-out quality; `greedy` are the documents that the target wrote at temperature 0."""
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and model.safetensors of the draft."""
+
+
+def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
+    from selfspec.training.independent import build_independent
+
+    return {"independent": build_independent}
+
+
+def build_trainee(kind: str, target: Target, options: dict[str, Any]) -> Trainee:
+    """The draft to train, by drafter kind. UserError names the kinds that can be trained, or the unknown option."""
+    table = trainees()
+    if kind not in table:
+        raise UserError(f"drafter {kind!r} cannot be trained. {allowed(kind, table)}")
+    return table[kind](target, options)

@@ -1,0 +1,221 @@
+"""Data made by the target: resume, manifest, splits, and every kind of bad folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from selfspec.errors import UserError
+from selfspec.target import Target, wrap_target
+from selfspec.training.data import DataConfig, load_dataset, read_shard, shard_paths
+from selfspec.training.generation import Finished, Request, generate_stream
+from selfspec.training.making import make_data, read_prompts
+from selfspec.training.self_prompts import chat_template, is_held_out, normalised, reject_reason
+
+
+def no_report(*_: object) -> None:
+    pass
+
+
+PROMPTS = [f"prompt number {i}" for i in range(40)]
+
+
+def everything(folder: Path) -> dict[int, tuple[list[int], bool]]:
+    dataset = load_dataset(folder)
+    return {s.index: (s.token_ids, s.held_out) for s in [*dataset.train, *dataset.held_out]}
+
+
+def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
+    import torch
+
+    prompts = [list(range(60, 60 + n)) for n in (3, 9, 5, 14, 4, 7)]
+    waiting = [Request(i, ids, 12) for i, ids in enumerate(prompts)]
+    got: dict[int, list[int]] = {}
+
+    def next_request(finished: Finished | None) -> Request | None:
+        if finished:
+            got[finished.request.index] = finished.new_ids
+        return waiting.pop(0) if waiting else None
+
+    generate_stream(chat_target, next_request, rows=2, capacity=40, seed=0, eos_ids=[257])
+    for i, ids in enumerate(prompts):
+        whole = chat_target.hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert got[i] == whole[0, len(ids) :].tolist()
+
+
+def test_a_request_that_extends_its_rows_text_reuses_it(chat_target: Target):
+    runs = []
+    for fresh_first in (False, True):
+        waiting = [Request(1, [70, 71, 72], 6), *([Request(3, [90] * 9, 2)] if fresh_first else [])]
+        got: list[int] = []
+
+        def next_request(finished, waiting=waiting, got=got):
+            if finished and finished.request.index == 1:
+                waiting.append(Request(2, [70, 71, 72, 80, 81], 6))
+            if finished and finished.request.index == 2:
+                got.extend(finished.new_ids)
+            return waiting.pop(0) if waiting else None
+
+        generate_stream(chat_target, next_request, rows=1, capacity=30, seed=0, eos_ids=[257])
+        runs.append(got)
+    assert runs[0] and runs[0] == runs[1]
+
+
+def test_too_long_a_request_is_a_user_error(chat_target: Target):
+    with pytest.raises(UserError, match="capacity of 10"):
+        generate_stream(chat_target, lambda _: Request(0, [5] * 8, 3), rows=1, capacity=10, seed=0, eos_ids=[])
+
+
+def test_interrupted_and_resumed_data_equal_uninterrupted_data(
+    chat_target: Target, small_config: DataConfig, tmp_path: Path
+):
+    config = replace(small_config, answer_tokens=10_000)  # all 40 prompts
+    make_data(chat_target, config, tmp_path / "whole", PROMPTS, no_report)
+
+    class Killed(Exception):
+        pass
+
+    import selfspec.training.making as making
+
+    real, calls = making.write_shard, [0]
+
+    def dies_at_third(*args):
+        calls[0] += 1
+        if calls[0] == 3:
+            raise Killed
+        return real(*args)
+
+    making.write_shard = dies_at_third
+    try:
+        with pytest.raises(Killed):
+            make_data(chat_target, config, tmp_path / "cut", PROMPTS, no_report)
+    finally:
+        making.write_shard = real
+    assert len(shard_paths(tmp_path / "cut")) == 2
+    make_data(chat_target, config, tmp_path / "cut", PROMPTS, no_report)
+    assert everything(tmp_path / "cut") == everything(tmp_path / "whole")
+    assert len(everything(tmp_path / "whole")) == len(PROMPTS)
+
+
+def test_self_written_prompts_make_a_data_set_with_a_manifest(
+    chat_target: Target, small_config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("selfspec.training.self_prompts.reject_reason", lambda *_: None)  # random text is no prose
+    config = replace(small_config, openers=["Write a"], bare_share=0.5, max_prompt_tokens=12)
+    chat_target.tokenizer.clean_up_tokenization_spaces = False
+    eos_often = replace(config, prompt_temperature=50.0, prompt_min_p=0.0)  # 1 in 258 tokens is EOS
+    manifest = make_data(chat_target, eos_often, tmp_path / "d", None, no_report)
+    assert manifest["totals"]["train_answer_tokens"] + manifest["totals"]["held_out_answer_tokens"] >= 120
+    assert manifest["rejected_prompts"]["too_long"] > 0
+    assert sum(s["answer_tokens"] for s in manifest["shards"]) >= 120
+    samples = [s for path in shard_paths(tmp_path / "d") for s in read_shard(path)[0]]
+    before = chat_template(chat_target.tokenizer).before
+    assert all(chat_target.tokenizer.decode(s.token_ids).startswith(before) for s in samples)
+
+
+def test_no_prompt_is_in_both_splits_and_duplicates_are_dropped(
+    chat_target: Target, small_config: DataConfig, tmp_path: Path
+):
+    doubled = [*PROMPTS, *(p.upper() + "!" for p in PROMPTS)]
+    make_data(chat_target, replace(small_config, answer_tokens=10_000), tmp_path / "d", doubled, no_report)
+    dataset = load_dataset(tmp_path / "d")
+    assert len(dataset.train) + len(dataset.held_out) == len(PROMPTS)
+    assert dataset.manifest["rejected_prompts"] == {"duplicate": len(PROMPTS)}
+    train = {normalised(chat_target.tokenizer.decode(s.token_ids[: s.prompt_len])) for s in dataset.train}
+    held_out = {normalised(chat_target.tokenizer.decode(s.token_ids[: s.prompt_len])) for s in dataset.held_out}
+    assert train and held_out and not train & held_out
+    assert is_held_out("Same, prompt", 0.5) == is_held_out("same PROMPT!", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Hi", "too_short"),
+        ("What is this \ufffd thing", "broken_text"),
+        ("What is </s> this thing", "special_token"),
+        ("do it again " * 10, "repetitive"),
+        ("Why is the sky blue at noon?", None),
+    ],
+)
+def test_prompt_filter(prompt: str, reason: str | None):
+    assert reject_reason(prompt, ["</s>"]) == reason
+
+
+def test_other_settings_or_another_target_do_not_mix(chat_target: Target, small_config: DataConfig, tmp_path: Path):
+    make_data(chat_target, small_config, tmp_path / "d", PROMPTS, no_report)
+    with pytest.raises(UserError, match="seed: 0 there, 1 now"):
+        make_data(chat_target, replace(small_config, seed=1), tmp_path / "d", PROMPTS, no_report)
+    import tiny_models
+
+    other = tiny_models.tiny_llama(vocab_size=258, num_layers=2, max_positions=128, seed=9)
+    with pytest.raises(UserError, match="target"):
+        make_data(wrap_target(other, chat_target.tokenizer), small_config, tmp_path / "d", PROMPTS, no_report)
+    make_data(chat_target, replace(small_config, rows=2), tmp_path / "d", PROMPTS, no_report)  # how, not what
+
+
+def test_two_writers_are_kept_apart(chat_target: Target, small_config: DataConfig, tmp_path: Path):
+    with FileLock(tmp_path / ".lock"), pytest.raises(UserError, match="Another process"):
+        make_data(chat_target, small_config, tmp_path, PROMPTS, no_report)
+
+
+def test_bad_folders_are_user_errors(data_folder, tmp_path: Path):
+    with pytest.raises(UserError, match="No training data"):
+        load_dataset(tmp_path / "nothing")
+    folder = data_folder()
+    shard = shard_paths(folder)[0]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-20])
+    with pytest.raises(UserError, match="not the file the manifest lists"):
+        load_dataset(folder)
+    with pytest.raises(UserError, match="damaged"):
+        read_shard(shard)
+    shard.unlink()
+    with pytest.raises(UserError, match="missing"):
+        load_dataset(folder)
+
+
+def test_data_without_answers_or_without_held_out_text_is_a_user_error(data_folder):
+    folder = data_folder(answer_len=0)
+    with pytest.raises(UserError, match="no answer tokens"):
+        load_dataset(folder)
+
+
+def test_no_held_out_text_is_a_user_error(data_folder):
+    folder = data_folder(count=3)  # every fourth is held out
+    with pytest.raises(UserError, match="held-out split"):
+        load_dataset(folder)
+
+
+def test_a_tokenizer_without_template_or_with_a_strange_one_is_a_user_error(chat_target: Target):
+    from selfspec.target.byte_tokenizer import byte_tokenizer
+
+    with pytest.raises(UserError, match="no chat template"):
+        chat_template(byte_tokenizer())
+    strange = byte_tokenizer()
+    strange.chat_template = "{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match="2 times"):
+        chat_template(strange)
+
+
+def test_prompt_files(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": "a b"}) + "\n\n" + json.dumps({"turns": ["c", "d"]}) + "\n")
+    assert read_prompts(path) == ["a b", "c"]
+    for text, what in (("{", "line 1"), ('{"x": 1}', "line 1"), ('{"prompt": " "}', "empty"), ("", "no prompts")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=what):
+            read_prompts(path)
+    with pytest.raises(UserError, match="No prompt file"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(rows=0), dict(greedy_share=2.0), dict(answer_temperatures=[1.0, 0.5]), dict(max_new_tokens=351)]
+)
+def test_impossible_settings_are_user_errors(bad: dict[str, object]):
+    with pytest.raises(UserError):
+        DataConfig(**bad)
