@@ -173,9 +173,11 @@ def allowed(given: str, names: Iterable[str]) -> str:
 
 def resolve(schema: type[Schema], composed: DictConfig) -> Schema:
     """The composed config as a checked instance of `schema`; UserError names the key that is unknown or mistyped."""
-    plain = {key: value for key, value in composed.items() if key != "hydra"}
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(plain))
+        plain = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(plain, dict)
+        plain.pop("hydra", None)
+        typed = OmegaConf.merge(OmegaConf.structured(schema), plain)
         missing = sorted(str(key) for key in OmegaConf.missing_keys(typed))
         if missing:
             raise UserError(f"No value for {', '.join(missing)}. Give it on the command line: {missing[0]}=...")
@@ -213,6 +215,8 @@ def validate(config: GenerateConfig) -> None:
     _at_least("runtime.num_threads", config.runtime.num_threads, 1)
     _at_least("max_new_tokens", config.max_new_tokens, 1)
     _check_lookahead("lookahead", config.lookahead)
+    if isinstance(config, WatchConfig) and not config.prompt.strip():
+        raise UserError('prompt is empty: there is nothing to continue. Give prompt="...".')
     if isinstance(config, CompareConfig):
         _at_least("measure.repeats", config.measure.repeats, 1)
         _at_least("measure.warmup_tokens", config.measure.warmup_tokens, 1)
@@ -239,9 +243,8 @@ def _check_drafter(label: str, drafter: object) -> None:
             f"The drafter label {label!r} is taken: every run measures {' and '.join(RESERVED_LABELS)} anyway."
         )
     if not isinstance(drafter, dict) or not isinstance(drafter.get("kind"), str):
-        raise UserError(
-            f"drafters.{label} has no kind. Give a mapping with one of: {', '.join(conf_names('drafter'))}."
-        )
+        kinds = ", ".join(conf_names("drafter"))
+        raise UserError(f"drafters.{label} has no kind. Allowed: {kinds}. To leave a drafter out: ~drafters.{label}")
     _check_lookahead(f"drafters.{label}.lookahead", drafter.get("lookahead"))
 
 

@@ -23,6 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -260,11 +261,10 @@ def composition_message(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"No {group} named {name!r}. {allowed(name, error.options)}"
-    parent = getattr(error.__cause__, "parent_node", None)
-    if parent is not None:
-        key = error.__cause__.full_key
-        names = [str(name) for name in parent if name != "hydra"]
-        return f"No key {key!r}. {allowed(key.rpartition('.')[2], names)}"
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
+        names = [str(name) for name in cause.parent_node if name != "hydra"]
+        return f"No key {cause.full_key!r}. {allowed(str(cause.full_key).rpartition('.')[2], names)}"
     return str(error).split("See https://")[0]
 
 

@@ -94,7 +94,8 @@ def test_a_single_drafter_joins_the_others_under_its_own_name() -> None:
 
 
 def test_a_drafter_can_be_left_out() -> None:
-    assert list(_config("~drafter@drafters.ngram").drafters) == ["early_exit"]
+    assert list(_config("~drafters.ngram").drafters) == ["early_exit"]
+    assert list(_config("~drafters.early_exit").drafters) == ["ngram"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_the_hash_ignores_where_results_go(override: str) -> None:
         "runtime.dtype=bfloat16",
         "measure.repeats=2",
         "target.seed=1",
-        "~drafter@drafters.ngram",
+        "~drafters.ngram",
         "+prompts.limit=3",
     ],
 )
