@@ -6,7 +6,7 @@ and cache as they were: rows are released, and what is in the cache stays usable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from selfspec.decoding.loop import RoundEvent, run_requests
@@ -66,12 +66,7 @@ class Decoder:
             raise UserError(f"max_new_tokens={max_new_tokens!r} is not possible: allowed is a whole number, 1 or more.")
         if isinstance(prompts, str):
             raise UserError("prompts is a list of prompts; given: one text. Write [text].")
-        policy = build_lookahead(lookahead)
-        most = self.drafter.max_drafted
-        if most not in (None, 0) and policy.max_drafted > most:
-            raise UserError(
-                f"The drafter {self.drafter.name!r} drafts at most {most} tokens; lookahead={policy.max_drafted}."
-            )
+        policy = lookahead_for(self.drafter, lookahead)
         rule = build_rule(acceptance, sampling)
         sampler = Sampler(build_transforms(sampling, processors, target.vocab_size), rule, seed)
         stop = StopStrings(stop_strings or (), target.tokenizer)
@@ -83,9 +78,7 @@ class Decoder:
             requests.append(Request(index, prompt_ids, max_new_tokens, noise_id=index))
         if not requests:
             return []
-        width = (0 if most == 0 else policy.max_drafted) + 1
-        longest = max(len(request.prompt_ids) for request in requests) + max_new_tokens + width
-        rows = self._rows_for(longest, eos)
+        rows = self._rows_for(capacity_for(self.drafter, policy, requests), eos)
         try:
             outputs = run_requests(self.drafter, rows, policy, sampler, stop, requests, on_round, reuse)
         except BaseException:
@@ -139,6 +132,22 @@ def decode(
         ignore_eos=ignore_eos,
         on_round=on_round,
     )
+
+
+def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:
+    """The policy that is asked for. UserError when it may draft more tokens than the drafter can."""
+    policy = build_lookahead(given)
+    if drafter.max_drafted not in (None, 0) and policy.max_drafted > drafter.max_drafted:
+        raise UserError(
+            f"The drafter {drafter.name!r} drafts at most {drafter.max_drafted} tokens; lookahead={policy.max_drafted}."
+        )
+    return policy
+
+
+def capacity_for(drafter: Drafter, policy: Lookahead, requests: Sequence[Request]) -> int:
+    """Tokens a row must hold: the longest prompt with its output, and one round."""
+    width = (0 if drafter.max_drafted == 0 else policy.max_drafted) + 1
+    return max(len(request.prompt_ids) + request.max_new_tokens for request in requests) + width
 
 
 def _eos_ids(target: Target, given: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from selfspec.decoding.requests import Output, Request
 from selfspec.decoding.round import decode_round, prefill
 from selfspec.decoding.rows import HIT_EOS, HIT_LENGTH, RUNNING, RoundReport, Rows
 from selfspec.decoding.sampler import Sampler
-from selfspec.decoding.stopping import StopStrings
+from selfspec.decoding.stopping import Stop
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import Drafter
 from selfspec.lookahead import Lookahead
@@ -51,7 +51,7 @@ def run_requests(
     rows: Rows,
     lookahead: Lookahead,
     sampler: Sampler,
-    stop: StopStrings,
+    stop: Stop,
     requests: Iterable[Request],
     on_round: Callable[[RoundEvent], None] | None = None,
     reuse: bool = False,
@@ -94,7 +94,7 @@ def hand_out(
     row: int,
     running: Running,
     report: RoundReport,
-    stop: StopStrings,
+    stop: Stop,
     stopwatch: Stopwatch,
     on_round: Callable[[RoundEvent], None] | None,
 ) -> bool:
@@ -107,7 +107,7 @@ def hand_out(
     output.alpha_sum += report.alpha_sum
     output.alpha_count += report.alpha_count
     num_emitted = report.num_emitted
-    cut = stop.cut(output.token_ids, num_before)
+    cut = stop.cut(request.index, output.token_ids, num_before)
     if cut is not None:
         del output.token_ids[cut:]
         num_emitted = cut - num_before

@@ -7,20 +7,29 @@ p and q pass through the same transforms object, so they cannot come to differ b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from selfspec.decoding.rows import Rows
 from selfspec.drafters.base import Draft
-from selfspec.sampling import NoiseKey, Prefix, Rule, Transforms, Verdict
+from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict
+
+
+class LogitsTransform(Protocol):
+    """What `selfspec.sampling.Transforms` is to the decoder. `stateful`: the prefix of every position is needed."""
+
+    stateful: bool
+
+    def __call__(self, logits_BTV: Tensor, prefix: Prefix | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Sampler:
     """Transforms, rule and seed of one decode call."""
 
-    transforms: Transforms
+    transforms: LogitsTransform
     rule: Rule
     seed: int = 0
 

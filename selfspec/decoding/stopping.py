@@ -8,9 +8,19 @@ in transformers, the token that completes the stop string is the last; the retur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from selfspec.errors import UserError
+
+
+class Stop(Protocol):
+    """Ends rows on the host, after each round, where the device cannot tell."""
+
+    def cut(self, request: int, token_ids: list[int], num_checked: int) -> int | None:
+        """How many of a request's tokens to keep, which ends it, or None. The first `num_checked` were seen before."""
+
+    def text(self, token_ids: list[int], stopped: bool) -> str:
+        """The text of a finished output; `stopped`: it was ended by `cut`."""
 
 
 class StopStrings:
@@ -27,7 +37,7 @@ class StopStrings:
         self.strings = tuple(strings)
         self.tokenizer = tokenizer
 
-    def cut(self, token_ids: list[int], num_checked: int) -> int | None:
+    def cut(self, request: int, token_ids: list[int], num_checked: int) -> int | None:
         """How many tokens to keep, or None if no stop string occurs. The first `num_checked` are known to be free of
         one.
         """
