@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import hydra
 import torch
@@ -13,6 +14,7 @@ from selfspec.config import conf_dir
 from selfspec.errors import UserError
 from selfspec.target import load_target
 from selfspec.training.config import MakeDataConfig, resolve_job
+from selfspec.training.draft_vocab import count_draft_vocab
 from selfspec.training.making import make_data, read_prompts
 
 
@@ -30,9 +32,12 @@ def main(composed: DictConfig) -> None:
         prompts = read_prompts(job.prompt_file) if job.prompt_file else None
         target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
         manifest = make_data(target, job.data, job.out, prompts, report)
+        covered = count_draft_vocab(target, job.out, Path(job.draft_vocab)) if job.draft_vocab else {}
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{job.out}: {manifest['totals']}")
+    for size, share in covered.items():
+        print(f"{job.draft_vocab}: the first {size:,} tokens cover {share:.2%} of held-out text")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 
 import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from selfspec.config import conf_dir
@@ -31,6 +32,7 @@ def main(composed: DictConfig) -> None:
         if job.runtime.num_threads:
             torch.set_num_threads(job.runtime.num_threads)
         target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
+        target.name = HydraConfig.get().runtime.choices["target"]
         command = "python experiments/train.py " + " ".join(sys.argv[1:])
         kind = str(job.drafter.get("kind"))
         train_draft(target, kind, job.draft, job.train, job.data, job.out, command, report)

@@ -22,6 +22,7 @@ class MakeDataConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     out: str = MISSING
     prompt_file: str | None = None
+    draft_vocab: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
 
 

@@ -37,9 +37,10 @@ class IndependentShape:
 class IndependentTrainee:
     """A `LlamaForCausalLM` trained to predict the target."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.module: nn.Module = model
         self._model: Any = model
+        self.tokenizer = tokenizer
 
     def loss(self, batch: Batch) -> Tensor:
         hidden_NM = self._hidden(batch)
@@ -73,6 +74,8 @@ class IndependentTrainee:
         weights.pop("lm_head.weight")  # tied
         self._model.config.dtype = torch.bfloat16
         self._model.save_pretrained(folder, state_dict=weights)
+        if self.tokenizer is not None:  # a model of its own, which any tool can load without the target
+            self.tokenizer.save_pretrained(folder)
 
     def _hidden(self, batch: Batch) -> Tensor:
         hidden_BTM = self._model.model(
@@ -119,7 +122,7 @@ def build_independent(target: Target, options: dict[str, Any]) -> IndependentTra
         setattr(model.generation_config, name, value)
     with torch.no_grad():
         model.lm_head.weight.copy_(reduced_embedding(target.head_weight_VM, shape.hidden_size))
-    return IndependentTrainee(model)
+    return IndependentTrainee(model, target.tokenizer)
 
 
 def reduced_embedding(weight_VM: Tensor, width: int, std: float = 0.02) -> Tensor:

@@ -44,7 +44,8 @@ class _FusedHeadLoss(torch.autograd.Function):
             out_N1 = (1 - q_NK.sum(-1, keepdim=True)).clamp(min=LEAST_MASS)
             loss_N = -(p_NK * logq_NK).sum(-1) - (rest_N1 * out_N1.log())[:, 0]
             total += (loss_N * weight_N[part]).sum()
-            grad.mul_(1 - rest_N1 / out_N1).scatter_(1, ids_NK[part], q_NK - p_NK).mul_(weight_N[part, None])
+            weight_N1 = weight_N[part, None]
+            grad.mul_((1 - rest_N1 / out_N1) * weight_N1).scatter_(1, ids_NK[part], (q_NK - p_NK) * weight_N1)
             grad = grad.to(compute)
             grad_hidden[part] = (grad @ head).to(grad_hidden.dtype)
             grad_head += (grad.T @ hidden).to(grad_head.dtype)
