@@ -81,7 +81,7 @@ class MeasureConfig:
     repeats: int = 1
     warmup_tokens: int = 8  # generated per warm-up generation
     max_prompts: int | None = None  # null: all; else that many, spread evenly over the set
-    near_tie_tolerance: float | None = None  # in logits; null: by dtype, see selfspec.measure.divergence
+    near_tie_tolerance: float | None = None  # relative to the largest |logit|; null: by dtype (measure.divergence)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from selfspec.records import PromptRecord
 from selfspec.sampling import Sampling
 from selfspec.target import wrap_target
 
-NEAR, FAR = 10.0 - 1e-4, 9.0  # beside a largest logit of 10, at a relative tolerance of 2**-15 (3e-4 here)
+NEAR, FAR = 10.0 - 1e-4, 9.0  # beside a largest logit of 10, at a relative tolerance of 2**-16 (1.5e-4 here)
 
 
 def _classify(ours: list[int], theirs: list[int], logits: list[float]):
