@@ -12,12 +12,14 @@ Shape letters: B rows, T positions in this pass, S slots, G kv heads, R query he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 EXTENT_STEP = 64  # attention reads the valid slots rounded up to this: few shapes, little waste
 
 
@@ -54,7 +56,7 @@ class KVCache:
             self.keys.append(keys)
             self.values.append(values)
         self._row_starts_B1 = torch.arange(rows, device=device)[:, None] * self.num_slots
-        self._slot_ids_S = torch.arange(self.num_slots, device=device)
+        self.slot_ids_S = torch.arange(self.num_slots, device=device)
 
     @property
     def kv_bytes(self) -> int:
@@ -85,32 +87,41 @@ class Pass:
     extent: int
     rows: slice
     layer_offset: int = 0
-    _masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+    _memo: dict[object, Any] = field(default_factory=dict)
 
     def update(self, keys_BGTD: Tensor, values_BGTD: Tensor, layer_idx: int, *_args: object, **_kwargs: object):
-        """Write this pass's keys and values, return those of slots `[0, extent)` as `[B, G, extent, D]` views."""
+        """What transformers' attention calls: `write` with the head dimension in front of the tokens."""
+        return self.write(layer_idx, keys_BGTD.transpose(1, 2), values_BGTD.transpose(1, 2))
+
+    def write(self, layer_idx: int, keys_BTGD: Tensor, values_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this pass's keys and values; return those of slots `[0, extent)` as `[B, G, extent, D]` views."""
         layer = layer_idx + self.layer_offset
-        views = []
-        for buffer, fresh_BGTD in ((self.cache.keys[layer], keys_BGTD), (self.cache.values[layer], values_BGTD)):
-            buffer.index_copy_(0, self.slots_N, fresh_BGTD.transpose(1, 2).flatten(0, 1).to(buffer.dtype))
-            by_row = buffer.unflatten(0, (self.cache.num_rows, self.cache.num_slots))
-            views.append(by_row[self.rows, : self.extent].transpose(1, 2))
-        return views[0], views[1]
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys.index_copy_(0, self.slots_N, keys_BTGD.flatten(0, 1).to(keys.dtype))
+        values.index_copy_(0, self.slots_N, values_BTGD.flatten(0, 1).to(values.dtype))
+        return self._visible(keys), self._visible(values)
+
+    def _visible(self, buffer: Tensor) -> Tensor:
+        by_row = buffer.unflatten(0, (self.cache.num_rows, self.cache.num_slots))
+        return by_row[self.rows, : self.extent].transpose(1, 2)
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """`make()` the first time a layer of this pass asks for `key`, the same object afterwards."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
 
     def mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
         """Additive mask `[B, 1, R*T, extent]`: 0 where slot <= position (and > position − window), −inf elsewhere.
 
         Never `None`: with more than one query on a preallocated cache, no mask is silently wrong.
         """
-        key = (window, repeats, dtype)
-        if key not in self._masks:
-            slot_ids_S = self.cache._slot_ids_S[: self.extent]
-            behind_BTS = self.positions_BT[..., None] - slot_ids_S
-            seen_BTS = behind_BTS >= 0
-            if window is not None:
-                seen_BTS &= behind_BTS < window
-            mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=seen_BTS.device).masked_fill_(
-                ~seen_BTS, float("-inf")
-            )
-            self._masks[key] = mask_BTS[:, None].repeat(1, 1, repeats, 1)
-        return self._masks[key]
+        return self.once((window, repeats, dtype), lambda: self._make_mask(window, repeats, dtype))
+
+    def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        behind_BTS = self.positions_BT[..., None] - self.cache.slot_ids_S[: self.extent]
+        hidden_BTS = behind_BTS < 0
+        if window is not None:
+            hidden_BTS |= behind_BTS >= window
+        mask_BTS = torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device)
+        return mask_BTS.masked_fill_(hidden_BTS, float("-inf"))[:, None].repeat(1, 1, repeats, 1)

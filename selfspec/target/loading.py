@@ -6,12 +6,15 @@ Weights are read from safetensors only, and no code that comes with a model is r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -20,6 +23,7 @@ from selfspec.errors import UserError
 from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.families import FAMILIES
 from selfspec.target.fetch import convert_gguf, fetch_smollm2
+from selfspec.target.fused import FUSABLE, fuse
 from selfspec.target.stack import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -31,21 +35,33 @@ def wrap_target(hf_model: Any, tokenizer: Any | None = None, name: str | None = 
 
 
 def load_target(
-    name_or_path: str | Path | TargetConfig, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+    name_or_path: str | Path | TargetConfig,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    fused: bool | None = None,
 ) -> Target:
     """A target by conf/target name ("smollm2-135m"), local folder, .gguf file or hub id.
 
-    dtype "auto": bfloat16 on CUDA, float32 on CPU. Raises UserError naming what exists when nothing by that name does.
+    dtype "auto": bfloat16 on CUDA, float32 on CPU. fused None: packed, fused layers where they are to be had (see
+    `selfspec.target.fused`); False: transformers' own layers. Raises UserError naming what exists when nothing by
+    that name does.
     """
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     config, name = _as_config(name_or_path, trust_remote_code)
-    if config.kind == "random":
-        model = random_model(config)
-        tokenizer = byte_tokenizer() if config.shape.vocab_size >= 256 else None
-    else:
-        model, tokenizer = _load_pretrained(config, chosen_dtype)
-    return wrap_target(model.to(device=chosen_device, dtype=chosen_dtype), tokenizer, name)
+
+    def load_model() -> Any:
+        model = random_model(config) if config.kind == "random" else load_pretrained(config, chosen_dtype)
+        return model.to(device=chosen_device, dtype=chosen_dtype)
+
+    target = wrap_target(load_model(), load_tokenizer(config), name)
+    if fused is not False and not fuse(target, reload=load_model) and fused:
+        raise UserError(
+            f"fused=True is not possible for {name} ({target.config.model_type}, {target.dtype}, {target.device}). "
+            f"Allowed: {', '.join(FUSABLE)} in float32 or bfloat16 on a CPU whose torch has oneDNN. Use fused=None."
+        )
+    return target
 
 
 def choose_device(device: str) -> torch.device:
@@ -104,31 +120,49 @@ def _typed(conf: DictConfig) -> TargetConfig:
     return typed
 
 
-def _load_pretrained(config: TargetConfig, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_pretrained(config: TargetConfig, dtype: torch.dtype) -> Any:
+    """The transformers model of a config that names weights."""
+    with _quietly_from(_folder(config)) as path:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **_options(config))
+
+
+def load_tokenizer(config: TargetConfig) -> Any:
+    """The model's tokenizer; bytes for random weights (none if their vocabulary is smaller than 256)."""
+    if config.kind == "random":
+        return byte_tokenizer() if config.shape.vocab_size >= 256 else None
+    with _quietly_from(_folder(config)) as path:
+        return AutoTokenizer.from_pretrained(path, **_options(config))
+
+
+def _folder(config: TargetConfig) -> str:
     if config.kind == "smollm2":
-        path = str(fetch_smollm2())
-    elif config.kind == "gguf":
-        path = str(convert_gguf(str(config.path)))
-    else:
-        path = str(Path(str(config.path)).expanduser())
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if config.revision:
-        options["revision"] = config.revision
+        return str(fetch_smollm2())
+    if config.kind == "gguf":
+        return str(convert_gguf(str(config.path)))
+    return str(Path(str(config.path)).expanduser())
+
+
+def _options(config: TargetConfig) -> dict[str, Any]:
+    revision = {"revision": config.revision} if config.revision else {}
+    return {"trust_remote_code": config.trust_remote_code, **revision}
+
+
+@contextmanager
+def _quietly_from(path: str) -> Iterator[str]:
+    """No progress bars, and transformers' many kinds of failure as one error that says what is needed."""
     progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **options)
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except (OSError, ValueError, KeyError) as error:
+        yield path
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(
-            f"Could not load a model from {config.path or path}: {reason} "
+            f"Could not load a model from {path}: {reason} "
             "Needed: a folder or hub id with config.json, safetensors weights and a tokenizer transformers can read."
         ) from error
     finally:
         if progress:
             transformers_logging.enable_progress_bar()
-    return model, tokenizer
 
 
 def random_model(config: TargetConfig) -> Any:

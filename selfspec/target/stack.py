@@ -25,6 +25,7 @@ from selfspec.sampling import Sampling
 from selfspec.target.families import family_of, layer_windows
 from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.views import module_view
+from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
 
 # rotary tables that depend on the length of the sequence so far: exact only while the first table is in use
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -38,20 +39,44 @@ class Target:
     def __init__(self, model: Any, tokenizer: Any | None = None, name: str = "wrapped") -> None:
         config = model.config.get_text_config()
         family = family_of(config)
-        self.hf_model = model
+        self._model: Any | None = model
+        self.reload: Callable[[], Any] | None = None  # loads the plain model again, where its weights were packed away
         self.config = config
         self.tokenizer = tokenizer
         self.name = name
         view = module_view(model).eval()
         self._embed: Callable[[Tensor], Tensor] = attrgetter(family.embed)(view)
-        self.layers: list[nn.Module] = list(attrgetter(family.layers)(view))
+        self.layers: list[Any] = list(attrgetter(family.layers)(view))
         self._norm: nn.Module = attrgetter(family.norm)(view)
         self._rotary: nn.Module = attrgetter(family.rotary)(view)
         self._head: Any = attrgetter(family.head)(view)
+        self.head_module: Any = self._head
+        self.vocab_size: int = self.head_weight_VM.shape[0]
+        self.dtype: torch.dtype = self.head_weight_VM.dtype
+        self.device: torch.device = self.head_weight_VM.device
         self.windows = layer_windows(config, len(self.layers))
         self._cache_argument = _cache_argument(self.layers[0])
         self._rotary_table: tuple[Tensor, Tensor] | None = None
-        _check_weights(model)
+        self.weight_bytes = parameter_bytes(model)
+        self.eos_token_ids = generation_eos_ids(model, config)
+        check_weights(model)
+
+    @property
+    def hf_model(self) -> Any:
+        """The transformers model; loaded again (a second copy of the weights) if packing released it."""
+        if self._model is None:
+            assert self.reload is not None, "a released model can be loaded again"
+            self._model = self.reload()
+        return self._model
+
+    def set_layers(self, layers: Sequence[Any], head: Any, weight_bytes: int) -> None:
+        """Run these callables instead of transformers' layers and head: same arguments, same results."""
+        assert len(layers) == self.num_layers
+        self.layers, self._head, self.weight_bytes = list(layers), head, weight_bytes
+
+    def release_model(self, reload: Callable[[], Any]) -> None:
+        """Forget the transformers model: its weights live on in packed layers."""
+        self._model, self.reload = None, reload
 
     @property
     def num_layers(self) -> int:
@@ -62,20 +87,16 @@ class Target:
         return self.config.hidden_size
 
     @property
-    def vocab_size(self) -> int:
-        return self.head_weight_VM.shape[0]
-
-    @property
     def head_weight_VM(self) -> Tensor:
-        return self._head.weight
+        """The LM head's plain weight (an untied one that was packed away is loaded again)."""
+        if self.head_module.weight.numel() == 0:
+            return self.hf_model.get_output_embeddings().weight
+        return self.head_module.weight
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.head_weight_VM.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.head_weight_VM.device
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return self.head_module.weight is getattr(self._embed, "weight", None)
 
     @cached_property
     def queries_per_group(self) -> int:
@@ -96,20 +117,6 @@ class Target:
         if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
         return self.config.max_position_embeddings
-
-    @cached_property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """What `model.generate` would stop at: the generation config's ids, else the config's."""
-        given = getattr(self.hf_model.generation_config, "eos_token_id", None)
-        if given is None:
-            given = getattr(self.config, "eos_token_id", None)
-        if given is None:
-            return ()
-        return tuple(given) if isinstance(given, list | tuple) else (int(given),)
-
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
-        return sum(parameter.numel() * parameter.dtype.itemsize for parameter in self.hf_model.parameters())
 
     def make_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(self.layer_shapes, rows, capacity, self.dtype, self.device)
@@ -167,17 +174,3 @@ def _cache_argument(layer: nn.Module) -> str:
     raise UserError(
         f"{type(layer).__name__}.forward takes no cache argument; this transformers version is not supported"
     )
-
-
-def _check_weights(model: Any) -> None:
-    """One device, one floating dtype, no fp16 on CPU: what the engine's single cache and its kernels rely on."""
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise UserError(f"the model's parameters lie on {sorted(devices)}; move it to one device with model.to(...)")
-    if len(dtypes) > 1:
-        raise UserError(
-            f"the model's parameters have dtypes {sorted(map(str, dtypes))}; convert it with model.to(dtype)"
-        )
-    if dtypes == {torch.float16} and devices == {"cpu"}:
-        raise UserError("float16 on a CPU is not supported; use dtype='float32' or dtype='bfloat16'")

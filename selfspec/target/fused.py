@@ -1,0 +1,142 @@
+"""Llama-class layers as a handful of operators: one matrix for q, k and v, one for gate and up, residuals added in
+place.
+
+On a small model a decoding step on the CPU is weights streaming plus the cost of launching operators; transformers'
+layer launches about 45 per token, this one 14, and its weights are packed (`selfspec.target.packed`). The layer is
+called like transformers' own, so `Target` does not know the difference. Written from the architecture, not from
+transformers' code: RMSNorm, rotary position embedding in the half-split form, grouped attention, SwiGLU (Llama,
+Mistral, Qwen2 with its q/k/v biases, Qwen3 with its q/k norms).
+
+Shape letters: B rows, T positions, M width, H query heads, G kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.cache import Pass
+from selfspec.target.packed import PackedLinear, packing_available
+from selfspec.target.weights import parameter_bytes
+
+if TYPE_CHECKING:
+    from selfspec.target.stack import Target
+
+FUSABLE = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class FusedLayer:
+    """One decoder layer. Holds packed copies of its weights; the module it was made from may be dropped."""
+
+    def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer_idx: int = attention.layer_idx
+        self.scaling: float = attention.scaling
+        self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _joined(attention.o_proj)
+        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+        self.down = _joined(mlp.down_proj)
+        self.norm_in, self.eps = layer.input_layernorm.weight.detach(), layer.input_layernorm.variance_epsilon
+        self.norm_mlp = layer.post_attention_layernorm.weight.detach()
+        self.norm_q = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
+        self.norm_k = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+
+    @property
+    def nbytes(self) -> int:
+        """Packed weights; the norms stay where they are."""
+        return sum(linear.nbytes for linear in (self.qkv, self.out, self.gate_up, self.down))
+
+    def __call__(
+        self,
+        hidden_BTM: Tensor,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Pass,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """As transformers' layers are called; `attention_mask` is the pass's own, `[B, 1, R*T, S]`."""
+        rotary = cache.once("signed_rotary", lambda: signed_rotary(*position_embeddings))
+        rows, width, _ = hidden_BTM.shape
+        heads, groups, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        qkv = self.qkv(rms_norm(hidden_BTM, self.norm_in, self.eps)).view(rows, width, heads + 2 * groups, dim)
+        qk_BTXD, value_BTGD = qkv[:, :, : heads + groups], qkv[:, :, heads + groups :]
+        if self.norm_q is not None:
+            query = rms_norm(qk_BTXD[:, :, :heads], self.norm_q, self.eps)
+            qk_BTXD = torch.cat([query, rms_norm(qk_BTXD[:, :, heads:], self.norm_k, self.eps)], 2)
+        qk_BTXD = rotate(qk_BTXD, *rotary)
+        key_BGSD, value_BGSD = cache.write(self.layer_idx, qk_BTXD[:, :, heads:], value_BTGD)
+        query_BGXD = qk_BTXD[:, :, :heads].transpose(1, 2).reshape(rows, groups, heads // groups * width, dim)
+        attended = F.scaled_dot_product_attention(
+            query_BGXD, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=self.scaling
+        )
+        attended_BTX = attended.reshape(rows, heads, width, dim).transpose(1, 2).reshape(rows, width, heads * dim)
+        hidden_BTM = self.out.plus(attended_BTX, hidden_BTM)
+        gate_BTI, up_BTI = self.gate_up(rms_norm(hidden_BTM, self.norm_mlp, self.eps)).chunk(2, -1)
+        return self.down.plus(F.silu(gate_BTI).mul_(up_BTI), hidden_BTM)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension, the mean in float32."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, signed_sin_BT1D: Tensor) -> Tensor:
+    """Rotary embedding: x·cos + rotate_half(x)·sin, the sign of rotate_half moved into the sine."""
+    return torch.addcmul(x_BTHD * cos_BT1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, -1), signed_sin_BT1D)
+
+
+def signed_rotary(cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' cos and sin as `rotate` wants them: `[B, T, 1, D]`, the first half of sin negated."""
+    half = sin_BTD.shape[-1] // 2
+    return cos_BTD[:, :, None], torch.cat([-sin_BTD[..., :half], sin_BTD[..., half:]], -1)[:, :, None]
+
+
+def fuse(target: Target, reload: Callable[[], Any] | None = None) -> bool:
+    """Replace the target's layers and head by fused, packed ones where that is possible; says whether it was.
+
+    With `reload` the original weights are released as they are packed (they are in memory once, except a tied
+    embedding, whose rows are looked up and whose packed copy is the head), and `target.hf_model` loads them again
+    when asked for.
+    """
+    if target.config.model_type not in FUSABLE or getattr(target.config, "hidden_act", "silu") != "silu":
+        return False
+    if not packing_available(target.dtype, target.device):
+        return False
+    shape = target.layer_shapes[0]
+    num_heads = target.queries_per_group * shape.num_kv_heads
+    fused = []
+    for layer in target.layers:
+        fused.append(FusedLayer(layer, num_heads, shape.num_kv_heads, shape.head_dim))
+        if reload is not None:
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    _release(module)
+    head = _joined(target.head_module)
+    if reload is not None and not target.tied:
+        _release(target.head_module)
+    packed_bytes = head.nbytes + sum(layer.nbytes for layer in fused)
+    target.set_layers(fused, head, parameter_bytes(target.hf_model) + packed_bytes)
+    if reload is not None:
+        target.release_model(reload)
+    return True
+
+
+def _release(linear: Any) -> None:
+    """Free a plain linear layer's weights, in the model it belongs to as well."""
+    for name, parameter in list(linear.named_parameters(recurse=False)):
+        setattr(linear, name, nn.Parameter(parameter.new_empty(0), requires_grad=False))
+
+
+def _joined(*linears: nn.Linear) -> PackedLinear:
+    """Several projections of the same input as one matrix product."""
+    weight = (
+        torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight.detach()
+    )
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+    return PackedLinear(weight, bias)

@@ -1,0 +1,39 @@
+"""Facts about a loaded model's weights: their size, what they must have in common, where generation stops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from selfspec.errors import UserError
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+
+
+def generation_eos_ids(model: Any, config: Any) -> tuple[int, ...]:
+    """What `model.generate` would stop at: the generation config's ids, else the config's."""
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None:
+        given = getattr(config, "eos_token_id", None)
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (int(given),)
+
+
+def check_weights(model: Any) -> None:
+    """One device, one floating dtype, no fp16 on CPU: what the engine's single cache and its kernels rely on."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise UserError(f"the model's parameters lie on {sorted(devices)}; move it to one device with model.to(...)")
+    if len(dtypes) > 1:
+        raise UserError(
+            f"the model's parameters have dtypes {sorted(map(str, dtypes))}; convert it with model.to(dtype)"
+        )
+    if dtypes == {torch.float16} and devices == {"cpu"}:
+        raise UserError("float16 on a CPU is not supported; use dtype='float32' or dtype='bfloat16'")
