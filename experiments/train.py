@@ -31,7 +31,7 @@ def main(composed: DictConfig) -> None:
         job = resolve_job(TrainJobConfig, composed)
         if job.runtime.num_threads:
             torch.set_num_threads(job.runtime.num_threads)
-        target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
+        target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device, fused=False)
         target.name = HydraConfig.get().runtime.choices["target"]
         command = "python experiments/train.py " + " ".join(sys.argv[1:])
         kind = str(job.drafter.get("kind"))

@@ -43,6 +43,7 @@ class Batch:
     document_N: Tensor
     teacher_ids_NK: Tensor
     teacher_logp_NK: Tensor
+    features_BTF: Tensor | None = None  # the target's hidden states, for drafts that read them
 
     def attention_mask(self) -> Tensor:
         """Bool [B, 1, T, T], True where attending is allowed: same sample, not later. Padding attends to itself."""
@@ -50,7 +51,8 @@ class Batch:
         return (same & torch.ones(same.shape[1:], dtype=torch.bool, device=same.device).tril())[:, None]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        present = {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) is not None}
+        return Batch(**{name: tensor.to(device) for name, tensor in present.items()})
 
 
 def pack(lengths: Sequence[int], order: Sequence[int], row_tokens: int, open_rows: int = 32) -> list[list[int]]:
@@ -88,10 +90,13 @@ class Batches:
         row_tokens: int,
         seed: int,
         device: torch.device | None = None,
+        features: Sequence[Tensor] | None = None,
     ) -> None:
+        """`features`: per sample `[tokens, F]`, for drafts that read the target's hidden states."""
         self.samples, self.teachers = samples, teachers
         self.batch_rows, self.row_tokens, self.seed = batch_rows, row_tokens, seed
         self.device = device or torch.device("cpu")
+        self.features = features
         self.lengths = [len(sample.token_ids) for sample in samples]
         if not any(sample.answer_len > 0 and sample.prompt_len > 0 for sample in samples):
             raise UserError("No sample has an answer after a prompt: every label would be masked, nothing to learn.")
@@ -143,6 +148,12 @@ class Batches:
                 ids.append(teacher.ids_AK)
                 logp.append(teacher.logp_AK)
                 begin = end
+        features = None
+        if self.features is not None:
+            features = torch.zeros(*shape, self.features[0].shape[1], dtype=self.features[0].dtype)
+            for row, members in enumerate(rows):
+                run = torch.cat([self.features[member] for member in members])  # samples lie side by side
+                features[row, : len(run)] = run
         flat_N = np.concatenate(flat)
         padding = -len(flat_N) % PAD_TO
 
@@ -160,4 +171,5 @@ class Batches:
             document_N=padded(np.concatenate(owner)),
             teacher_ids_NK=padded(np.concatenate(ids)).long(),
             teacher_logp_NK=padded(np.concatenate(logp)),
+            features_BTF=features,
         ).to(self.device)

@@ -21,7 +21,8 @@ from selfspec.target import Target
 from selfspec.target.loading import random_model
 from selfspec.training.batches import Batch
 from selfspec.training.evaluate import Validation
-from selfspec.training.losses import CHUNK, acceptance, head_loss
+from selfspec.training.losses import head_loss
+from selfspec.training.validating import validate_chain
 
 
 @dataclass
@@ -37,6 +38,8 @@ class IndependentShape:
 class IndependentTrainee:
     """A `LlamaForCausalLM` trained to predict the target."""
 
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(self, model: nn.Module, tokenizer: Any) -> None:
         self.module: nn.Module = model
         self._model: Any = model
@@ -47,27 +50,8 @@ class IndependentTrainee:
         head_VM = self._model.lm_head.weight
         return head_loss(hidden_NM, head_VM, batch.teacher_ids_NK, batch.teacher_logp_NK, batch.weight_N)
 
-    @torch.inference_mode()
-    def validate(self, batches: Iterable[Batch], greedy: set[int], lookahead: int = 5) -> Validation:
-        result = Validation(lookahead)
-        for batch in batches:
-            num = int(batch.weight_N.sum())
-            hidden_NM = self._hidden(batch)[:num]
-            alpha, agree = [], []
-            for part in torch.arange(num).split(CHUNK):
-                logits = self._model.lm_head(hidden_NM[part]).float()
-                ids, logp = batch.teacher_ids_NK[part], batch.teacher_logp_NK[part]
-                alpha.append(acceptance(logits, ids, logp))
-                agree.append(logits.argmax(-1) == ids[:, 0])
-            agreed = torch.cat(agree).tolist()
-            result.add_positions(torch.cat(alpha).tolist(), agreed)
-            by_document: dict[int, list[bool]] = {}
-            for document, same in zip(batch.document_N[:num].tolist(), agreed, strict=True):
-                by_document.setdefault(document, []).append(same)
-            for document, text in by_document.items():
-                if document in greedy:
-                    result.add_greedy_text(text)
-        return result
+    def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
+        return validate_chain(batches, greedy, self._hidden, self._model.lm_head)
 
     def save(self, folder: Path) -> None:
         weights = {name: tensor.to(torch.bfloat16) for name, tensor in self.module.state_dict().items()}

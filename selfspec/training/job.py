@@ -13,9 +13,10 @@ import torch
 
 from selfspec.errors import UserError
 from selfspec.target import Target
-from selfspec.training.batches import Batches, Teacher
+from selfspec.training.batches import Batches
 from selfspec.training.card import write_card
 from selfspec.training.data import Sample, load_dataset
+from selfspec.training.features import features_for
 from selfspec.training.identity import target_identity
 from selfspec.training.self_prompts import chat_template
 from selfspec.training.teacher import teachers_for
@@ -46,9 +47,26 @@ def train_draft(
     teachers = teachers_for(
         target, data, dataset, identity, num_kept=config.num_kept, progress=lambda text: report({"doing": text})
     )
-    train_batches = _batches(dataset.train, teachers, config, target.device)
-    all_held_out = _batches(dataset.held_out, teachers, config, target.device)
-    some_held_out = _batches(_first(dataset.held_out, config.validate_tokens), teachers, config, target.device)
+    features = None
+    if trainee.feature_layers:
+        features = features_for(
+            target, data, dataset, identity, trainee.feature_layers, progress=lambda text: report({"doing": text})
+        )
+
+    def batches_of(samples: list[Sample]) -> Batches:
+        return Batches(
+            samples,
+            [teachers[sample.index] for sample in samples],
+            batch_rows=config.batch_rows,
+            row_tokens=config.row_tokens,
+            seed=config.seed,
+            device=target.device,
+            features=None if features is None else [features[sample.index] for sample in samples],
+        )
+
+    train_batches = batches_of(dataset.train)
+    all_held_out = batches_of(dataset.held_out)
+    some_held_out = batches_of(_first(dataset.held_out, config.validate_tokens))
 
     def validate(everything: bool) -> dict[str, Any]:
         batches = all_held_out if everything else some_held_out
@@ -69,17 +87,6 @@ def train_draft(
     write_card(folder, trainee.module, what, dataset.manifest, summary, command)
     (folder / STATE).unlink(missing_ok=True)
     return summary
-
-
-def _batches(samples: list[Sample], teachers: dict[int, Teacher], config: TrainConfig, device: torch.device) -> Batches:
-    return Batches(
-        samples,
-        [teachers[sample.index] for sample in samples],
-        batch_rows=config.batch_rows,
-        row_tokens=config.row_tokens,
-        seed=config.seed,
-        device=device,
-    )
 
 
 def _first(samples: list[Sample], answer_tokens: int) -> list[Sample]:

@@ -9,7 +9,7 @@ Costs one forward pass of the target: about 2,000 tokens/s on 2 cores in bfloat1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from torch import Tensor
 
+from selfspec.cache import Pass
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Teacher
 from selfspec.training.data import Dataset, Sample, read_shard, write_atomically
 
 ROWS = 16
-HEAD_CHUNK = 256
 
 
 def teachers_for(
@@ -54,7 +55,7 @@ def teachers_for(
     for shard in dataset.manifest["shards"]:
         samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
         path = kept / shard["file"]
-        if not _is_of(path, shard["sha256"]):
+        if not is_of(path, shard["sha256"]):
             progress(f"target distributions for {shard['file']}")
             _write(path, distributions(target, samples, num_kept), shard["sha256"])
         teachers.update(_read(path, samples))
@@ -64,21 +65,9 @@ def teachers_for(
 @torch.inference_mode()
 def distributions(target: Target, samples: Sequence[Sample], num_kept: int) -> list[Teacher]:
     """Run the target over known text, in rows of similar length; keep the likeliest tokens per answer position."""
-    by_length = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids))
-    capacity = len(samples[by_length[-1]].token_ids) if by_length else 0
-    cache = target.make_cache(ROWS, capacity)
     teachers: dict[int, Teacher] = {}
-    for begin in range(0, len(by_length), ROWS):
-        members = by_length[begin : begin + ROWS]
-        width = max(len(samples[i].token_ids) for i in members)
-        token_ids = torch.zeros(ROWS, width, dtype=torch.int64)
-        positions = torch.full((ROWS, width), -1, dtype=torch.int64)
-        for row, i in enumerate(members):
-            length = len(samples[i].token_ids)
-            token_ids[row, :length] = torch.tensor(samples[i].token_ids)
-            positions[row, :length] = torch.arange(length)
-        pass_ = cache.open(positions.to(target.device), width)
-        hidden_BTM = target.run_layers(target.embed(token_ids.to(target.device)), 0, target.num_layers, pass_)
+    for members, pass_, token_ids in padded_rows(target, samples, ROWS):
+        hidden_BTM = target.run_layers(target.embed(token_ids), 0, target.num_layers, pass_)
         for row, i in enumerate(members):
             first, last = samples[i].prompt_len - 1, len(samples[i].token_ids) - 1
             logits = target.head(hidden_BTM[row : row + 1, first:last])[0].float()
@@ -90,6 +79,24 @@ def distributions(target: Target, samples: Sequence[Sample], num_kept: int) -> l
     return [teachers[i] for i in range(len(samples))]
 
 
+def padded_rows(target: Target, samples: Sequence[Sample], rows: int) -> Iterator[tuple[list[int], Pass, Tensor]]:
+    """Samples side by side, those of similar length together: (which samples, a pass over them, ids [rows, T])."""
+    by_length = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids))
+    if not by_length:
+        return
+    cache = target.make_cache(rows, len(samples[by_length[-1]].token_ids))
+    for begin in range(0, len(by_length), rows):
+        members = by_length[begin : begin + rows]
+        width = max(len(samples[i].token_ids) for i in members)
+        token_ids = torch.zeros(rows, width, dtype=torch.int64)
+        positions = torch.full((rows, width), -1, dtype=torch.int64)
+        for row, i in enumerate(members):
+            length = len(samples[i].token_ids)
+            token_ids[row, :length] = torch.tensor(samples[i].token_ids)
+            positions[row, :length] = torch.arange(length)
+        yield members, cache.open(positions.to(target.device), width), token_ids.to(target.device)
+
+
 def _write(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
     tensors = {
         "ids": np.concatenate([teacher.ids_AK for teacher in teachers]),
@@ -98,7 +105,7 @@ def _write(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
     write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"shard_sha256": shard_sha256}))
 
 
-def _is_of(path: Path, shard_sha256: str) -> bool:
+def is_of(path: Path, shard_sha256: str) -> bool:
     if not path.exists():
         return False
     with safe_open(path, framework="numpy") as file:

@@ -17,6 +17,7 @@ from selfspec.training.evaluate import Validation
 
 class Trainee(Protocol):
     module: nn.Module  # what is trained and checkpointed: its parameters and nothing of the target's
+    feature_layers: tuple[int, ...]  # target hidden states wanted in `Batch.features_BTF`: those entering these layers
 
     def loss(self, batch: Batch) -> Tensor:
         """Sum over the supervised positions, differentiable; the trainer divides by their number in the whole step."""
@@ -29,9 +30,10 @@ class Trainee(Protocol):
 
 
 def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
+    from selfspec.training.exit_adapter import build_exit_adapter
     from selfspec.training.independent import build_independent
 
-    return {"independent": build_independent}
+    return {"independent": build_independent, "exit_adapter": build_exit_adapter}
 
 
 def build_trainee(kind: str, target: Target, options: dict[str, Any]) -> Trainee:

@@ -7,7 +7,7 @@ import torch
 from selfspec.target import Target
 from selfspec.training.batches import Batches
 from selfspec.training.data import Sample
-from selfspec.training.losses import acceptance, coarse_cross_entropy, head_loss
+from selfspec.training.losses import acceptance, coarse_cross_entropy, head_loss, restrict
 from selfspec.training.teacher import distributions
 
 VOCAB = 258
@@ -33,6 +33,22 @@ def test_fused_head_loss_equals_the_plain_formula_in_value_and_gradient():
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-4)
     for ours, theirs in zip(fused_in, plain_in, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_a_reduced_vocabulary_lacks_get_no_mass_and_no_gradient():
+    hidden, head, ids, logp, weight = (t.float() if t.is_floating_point() else t for t in draw(vocab=40))
+    place = torch.full((40,), -1)
+    kept = torch.arange(0, 40, 2)  # the draft proposes even ids only
+    place[kept] = torch.arange(20)
+    places, restricted = restrict(ids, logp, place)
+    inside = torch.where(ids % 2 == 0, logp.exp(), 0.0)
+    expected = inside / (1 - torch.where(ids % 2 == 1, logp.exp(), 0.0).sum(-1, keepdim=True))
+    torch.testing.assert_close(restricted.exp(), expected)
+    small = head[kept]
+    fused, plain = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    head_loss(fused, small, places, restricted, weight).backward()
+    (coarse_cross_entropy(plain @ small.T, places, restricted.clamp(min=-1e4)) * weight).sum().backward()
+    torch.testing.assert_close(fused.grad, plain.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_loss_is_least_where_the_draft_equals_the_target():

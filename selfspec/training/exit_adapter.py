@@ -1,0 +1,106 @@
+"""Kangaroo's draft (Liu et al. 2024, arXiv 2404.18911): the target's frozen layers [0, E), one trained layer, a norm,
+and the target's own frozen head, on a reduced draft vocabulary if wanted.
+
+The trained layer is of the target's own kind and begins as a copy of its last layer (Kangaroo trains attention alone;
+with one layer in thirty the feed-forward part costs little and is what turns features into words). Everything drafted
+is conditioned on the text only, so teacher-forced validation is exact.
+
+Checkpoint: config.json (exit layer, which layer was copied, the target's fingerprint) and model.safetensors:
+`layer.*` in the family's own names, `norm.weight`, and `token_ids` of a reduced vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.training.batches import Batch
+from selfspec.training.data import write_atomically
+from selfspec.training.draft_vocab import read_draft_vocab
+from selfspec.training.evaluate import Validation
+from selfspec.training.identity import target_identity
+from selfspec.training.losses import head_loss, restrict
+from selfspec.training.packed import LayerRunner, reduced_head
+from selfspec.training.validating import validate_chain
+
+
+@dataclass
+class ExitAdapterShape:
+    """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens."""
+
+    exit_layer: int = 6
+    draft_vocab: str | None = None
+    d_vocab: int | None = None
+
+
+class ExitAdapterTrainee:
+    def __init__(self, target: Target, shape: ExitAdapterShape, token_ids: Tensor | None) -> None:
+        self.target, self.shape = target, shape
+        self.feature_layers: tuple[int, ...] = (shape.exit_layer,)
+        self.copied_layer = target.num_layers - 1
+        self.runner = LayerRunner(target)
+        parts = {"layer": self.runner.copy_layer(self.copied_layer), "norm": self.runner.copy_norm()}
+        self.module: nn.Module = nn.ModuleDict(parts)
+        self.token_ids = token_ids
+        self.head_VM, self.place_V = reduced_head(target, token_ids)
+
+    def loss(self, batch: Batch) -> Tensor:
+        ids, logp = batch.teacher_ids_NK, batch.teacher_logp_NK
+        if self.place_V is not None:
+            ids, logp = restrict(ids, logp, self.place_V)
+        return head_loss(self._hidden(batch), self.head_VM, ids, logp, batch.weight_N)
+
+    def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
+        return validate_chain(batches, greedy, self._hidden, lambda h: h @ self.head_VM.T, self.place_V)
+
+    def save(self, folder: Path) -> None:
+        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
+        if self.token_ids is not None:
+            weights["token_ids"] = self.token_ids
+        config = {
+            "kind": "exit_adapter",
+            "exit_layer": self.shape.exit_layer,
+            "copied_layer": self.copied_layer,
+            "d_vocab": None if self.token_ids is None else len(self.token_ids),
+            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
+        }
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
+        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        assert batch.features_BTF is not None
+        layer, norm = self.module.get_submodule("layer"), self.module.get_submodule("norm")
+        window = self.runner.windows[self.copied_layer]
+        hidden_BTM = norm(self.runner.run(layer, batch.features_BTF.float(), batch, window))
+        return hidden_BTM.flatten(0, 1)[batch.flat_N].float()
+
+
+def build_exit_adapter(target: Target, options: dict[str, Any]) -> ExitAdapterTrainee:
+    """UserError: unknown option, impossible exit layer, a draft vocabulary of another target or without EOS."""
+    names = list(asdict(ExitAdapterShape()))
+    if unknown := sorted(set(options) - set(names)):
+        raise UserError(f"draft.{unknown[0]} is no option of exit_adapter. Allowed: {', '.join(names)}.")
+    shape = ExitAdapterShape(**options)
+    if not 1 <= shape.exit_layer < target.num_layers:
+        raise UserError(
+            f"draft.exit_layer={shape.exit_layer} is not possible with {target.name}. "
+            f"Allowed: 1 to {target.num_layers - 1}."
+        )
+    if (shape.draft_vocab is None) != (shape.d_vocab is None):
+        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
+    token_ids: Tensor | None = None
+    if shape.draft_vocab is not None and shape.d_vocab is not None:
+        fingerprint = target_identity(target)["fingerprint"]
+        ids = read_draft_vocab(shape.draft_vocab, shape.d_vocab, target.eos_token_ids, fingerprint)
+        token_ids = torch.from_numpy(ids)
+    return ExitAdapterTrainee(target, shape, token_ids)
