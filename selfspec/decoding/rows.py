@@ -102,6 +102,7 @@ class Rows:
         again.
         """
         self.active_B[row] = False
+        self.lengths_B[row] = 0  # a later call may draft more tokens than there is room for behind an old length
         self._lengths[row] = 0
 
     def positions(self, first: int, width: int) -> Tensor:
