@@ -1,6 +1,6 @@
 """One preallocated key/value buffer for every layer of the target and of its draft.
 
-Layout: one flat allocation, viewed per layer as keys and values `[B*S, G, D]`, slot `b*S + position` for row `b`.
+Layout: one flat allocation, viewed per layer as `[B*S, 2G, D]` (keys, then values), slot `b*S + position` for row `b`.
 Writing is one `index_copy_` whatever the number of rows; reading row `b` is a strided view, nothing is copied.
 Rolling back is not an operation of the cache at all: a slot beyond a row's length is masked, and overwritten by the
 next pass. The last slot of each row is *trash*: padding and finished rows write there, so that shapes never change.
@@ -49,18 +49,27 @@ class KVCache:
         widths = [shape.num_kv_heads * shape.head_dim for shape in self.shapes]
         per_layer = [2 * width * rows * self.num_slots for width in widths]
         self.storage = torch.zeros(sum(per_layer), dtype=dtype, device=device)
-        self.keys: list[Tensor] = []  # per layer [B*S, G, D]
-        self.values: list[Tensor] = []
-        for shape, chunk in zip(self.shapes, self.storage.split(per_layer), strict=True):
-            keys, values = chunk.view(2, rows * self.num_slots, shape.num_kv_heads, shape.head_dim)
-            self.keys.append(keys)
-            self.values.append(values)
+        self.layers: list[Tensor] = [  # per layer [B*S, 2G, D]
+            chunk.view(rows * self.num_slots, 2 * shape.num_kv_heads, shape.head_dim)
+            for shape, chunk in zip(self.shapes, self.storage.split(per_layer), strict=True)
+        ]
+        self._views: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._row_starts_B1 = torch.arange(rows, device=device)[:, None] * self.num_slots
         self.slot_ids_S = torch.arange(self.num_slots, device=device)
 
     @property
     def kv_bytes(self) -> int:
         return self.storage.numel() * self.storage.dtype.itemsize
+
+    def visible(self, layer: int, rows: slice, extent: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots `[0, extent)` as `[B, G, extent, D]` views; made once, since nothing ever moves."""
+        first, last, _ = rows.indices(self.num_rows)
+        key = (layer, first, last, extent)
+        if key not in self._views:
+            by_row = self.layers[layer].unflatten(0, (self.num_rows, self.num_slots))[rows, :extent].transpose(1, 2)
+            keys, values = by_row.chunk(2, dim=1)
+            self._views[key] = (keys, values)
+        return self._views[key]
 
     def open(self, positions_BT: Tensor, extent: int, rows: slice = slice(None), layer_offset: int = 0) -> Pass:
         """One forward pass over `positions_BT` (int64, −1 = padding) of `rows`, reading slots `[0, extent)`.
@@ -89,21 +98,18 @@ class Pass:
     layer_offset: int = 0
     _memo: dict[object, Any] = field(default_factory=dict)
 
-    def update(self, keys_BGTD: Tensor, values_BGTD: Tensor, layer_idx: int, *_args: object, **_kwargs: object):
-        """What transformers' attention calls: `write` with the head dimension in front of the tokens."""
-        return self.write(layer_idx, keys_BGTD.transpose(1, 2), values_BGTD.transpose(1, 2))
+    def update(
+        self, keys_BGTD: Tensor, values_BGTD: Tensor, layer_idx: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """What transformers' attention calls: `write`, with the head dimension in front of the tokens."""
+        return self.write(layer_idx, torch.cat([keys_BGTD, values_BGTD], 1).transpose(1, 2))
 
-    def write(self, layer_idx: int, keys_BTGD: Tensor, values_BTGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this pass's keys and values; return those of slots `[0, extent)` as `[B, G, extent, D]` views."""
+    def write(self, layer_idx: int, kv_BTXD: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this pass's keys and values (`[B, T, 2G, D]`, keys first); return what the pass may attend to."""
         layer = layer_idx + self.layer_offset
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.index_copy_(0, self.slots_N, keys_BTGD.flatten(0, 1).to(keys.dtype))
-        values.index_copy_(0, self.slots_N, values_BTGD.flatten(0, 1).to(values.dtype))
-        return self._visible(keys), self._visible(values)
-
-    def _visible(self, buffer: Tensor) -> Tensor:
-        by_row = buffer.unflatten(0, (self.cache.num_rows, self.cache.num_slots))
-        return by_row[self.rows, : self.extent].transpose(1, 2)
+        buffer = self.cache.layers[layer]
+        buffer.index_copy_(0, self.slots_N, kv_BTXD.flatten(0, 1))
+        return self.cache.visible(layer, self.rows, self.extent)
 
     def once(self, key: object, make: Callable[[], T]) -> T:
         """`make()` the first time a layer of this pass asks for `key`, the same object afterwards."""

@@ -2,7 +2,7 @@
 place.
 
 On a small model a decoding step on the CPU is weights streaming plus the cost of launching operators; transformers'
-layer launches about 45 per token, this one 14, and its weights are packed (`selfspec.target.packed`). The layer is
+layer launches about 45 per token, this one 15, and its weights are packed (`selfspec.target.packed`). The layer is
 called like transformers' own, so `Target` does not know the difference. Written from the architecture, not from
 transformers' code: RMSNorm, rotary position embedding in the half-split form, grouped attention, SwiGLU (Llama,
 Mistral, Qwen2 with its q/k/v biases, Qwen3 with its q/k norms).
@@ -41,8 +41,8 @@ class FusedLayer:
         self.out = _joined(attention.o_proj)
         self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
         self.down = _joined(mlp.down_proj)
-        self.norm_in, self.eps = layer.input_layernorm.weight.detach(), layer.input_layernorm.variance_epsilon
-        self.norm_mlp = layer.post_attention_layernorm.weight.detach()
+        self.norm_in, self.norm_mlp = RMSNorm(layer.input_layernorm), RMSNorm(layer.post_attention_layernorm)
+        self.eps: float = layer.input_layernorm.variance_epsilon
         self.norm_q = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
         self.norm_k = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
 
@@ -60,23 +60,23 @@ class FusedLayer:
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """As transformers' layers are called; `attention_mask` is the pass's own, `[B, 1, R*T, S]`."""
-        rotary = cache.once("signed_rotary", lambda: signed_rotary(*position_embeddings))
         rows, width, _ = hidden_BTM.shape
         heads, groups, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        qkv = self.qkv(rms_norm(hidden_BTM, self.norm_in, self.eps)).view(rows, width, heads + 2 * groups, dim)
-        qk_BTXD, value_BTGD = qkv[:, :, : heads + groups], qkv[:, :, heads + groups :]
+        rotary = cache.once("rotary_qkv", lambda: rotary_qkv(*position_embeddings, heads + groups, groups))
+        qkv_BTXD = self.qkv(self.norm_in(hidden_BTM)).view(rows, width, heads + 2 * groups, dim)
         if self.norm_q is not None:
-            query = rms_norm(qk_BTXD[:, :, :heads], self.norm_q, self.eps)
-            qk_BTXD = torch.cat([query, rms_norm(qk_BTXD[:, :, heads:], self.norm_k, self.eps)], 2)
-        qk_BTXD = rotate(qk_BTXD, *rotary)
-        key_BGSD, value_BGSD = cache.write(self.layer_idx, qk_BTXD[:, :, heads:], value_BTGD)
-        query_BGXD = qk_BTXD[:, :, :heads].transpose(1, 2).reshape(rows, groups, heads // groups * width, dim)
+            query, key, value = qkv_BTXD.split([heads, groups, groups], 2)
+            query, key = rms_norm(query, self.norm_q, self.eps), rms_norm(key, self.norm_k, self.eps)
+            qkv_BTXD = torch.cat([query, key, value], 2)
+        qkv_BTXD = rotate(qkv_BTXD, *rotary)
+        key_BGSD, value_BGSD = cache.write(self.layer_idx, qkv_BTXD[:, :, heads:])
+        query_BGXD = qkv_BTXD[:, :, :heads].transpose(1, 2).reshape(rows, groups, heads // groups * width, dim)
         attended = F.scaled_dot_product_attention(
             query_BGXD, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=self.scaling
         )
         attended_BTX = attended.reshape(rows, heads, width, dim).transpose(1, 2).reshape(rows, width, heads * dim)
         hidden_BTM = self.out.plus(attended_BTX, hidden_BTM)
-        gate_BTI, up_BTI = self.gate_up(rms_norm(hidden_BTM, self.norm_mlp, self.eps)).chunk(2, -1)
+        gate_BTI, up_BTI = self.gate_up(self.norm_mlp(hidden_BTM)).chunk(2, -1)
         return self.down.plus(F.silu(gate_BTI).mul_(up_BTI), hidden_BTM)
 
 
@@ -85,15 +85,34 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rotate(x_BTHD: Tensor, cos_BT1D: Tensor, signed_sin_BT1D: Tensor) -> Tensor:
+class RMSNorm:
+    """RMSNorm through LayerNorm's kernel: (x, −x) has mean 0 and variance mean(x²). One kernel instead of eight."""
+
+    def __init__(self, norm: Any) -> None:
+        weight = norm.weight.detach()
+        self.weight_2M = torch.cat([weight, weight])
+        self.width, self.eps = len(weight), norm.variance_epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        both = torch.cat([x, x.neg()], -1)
+        return F.layer_norm(both, (2 * self.width,), self.weight_2M, None, self.eps)[..., : self.width]
+
+
+def rotate(x_BTXD: Tensor, cos_BTXD: Tensor, signed_sin_BTXD: Tensor) -> Tensor:
     """Rotary embedding: x·cos + rotate_half(x)·sin, the sign of rotate_half moved into the sine."""
-    return torch.addcmul(x_BTHD * cos_BT1D, x_BTHD.roll(x_BTHD.shape[-1] // 2, -1), signed_sin_BT1D)
+    return torch.addcmul(x_BTXD * cos_BTXD, x_BTXD.roll(x_BTXD.shape[-1] // 2, -1), signed_sin_BTXD)
 
 
-def signed_rotary(cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' cos and sin as `rotate` wants them: `[B, T, 1, D]`, the first half of sin negated."""
+def rotary_qkv(cos_BTD: Tensor, sin_BTD: Tensor, num_rotated: int, num_values: int) -> tuple[Tensor, Tensor]:
+    """transformers' cos and sin for queries, keys and values in one tensor: values are turned by nothing.
+
+    `[B, T, X, D]` each, X = num_rotated + num_values heads; the first half of sin is negated, see `rotate`.
+    """
     half = sin_BTD.shape[-1] // 2
-    return cos_BTD[:, :, None], torch.cat([-sin_BTD[..., :half], sin_BTD[..., half:]], -1)[:, :, None]
+    signed_sin_BTD = torch.cat([-sin_BTD[..., :half], sin_BTD[..., half:]], -1)
+    heads = torch.arange(num_rotated + num_values, device=cos_BTD.device)[:, None]
+    cos_BTXD = torch.where(heads < num_rotated, cos_BTD[:, :, None], 1)
+    return cos_BTXD, torch.where(heads < num_rotated, signed_sin_BTD[:, :, None], 0)
 
 
 def fuse(target: Target, reload: Callable[[], Any] | None = None) -> bool:

@@ -15,7 +15,7 @@ def test_bytes_are_what_the_formula_says():
     assert cache.num_slots == 128
     assert kv_bytes_per_slot(SHAPES, torch.bfloat16) == 2 * (2 * 4 + 3 * 8) * 2
     assert cache.kv_bytes == 3 * 128 * kv_bytes_per_slot(SHAPES, torch.bfloat16)
-    pointers = {keys.untyped_storage().data_ptr() for keys in cache.keys + cache.values}
+    pointers = {layer.untyped_storage().data_ptr() for layer in cache.layers}
     assert pointers == {cache.storage.untyped_storage().data_ptr()}, "one allocation for all layers"
 
 
@@ -29,9 +29,9 @@ def test_written_tokens_are_read_back_per_row_and_padding_lands_in_the_trash_slo
     assert torch.equal(keys[0, :, :2], fresh[0, :, :2]) and torch.equal(values[1, :, 5], -fresh[1, :, 0])
     live = torch.zeros(2, 128, dtype=torch.bool)
     live[0, :2] = live[1, 5] = True
-    by_row = cache.keys[1].unflatten(0, (2, 128))
+    by_row = cache.layers[1].unflatten(0, (2, 128))
     assert by_row[:, :-1][~live[:, :-1]].abs().max() == 0, "nothing but the trash slot holds padding"
-    assert cache.keys[0].abs().max() == 0, "other layers are untouched"
+    assert cache.layers[0].abs().max() == 0, "other layers are untouched"
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -48,5 +48,5 @@ def test_rows_written_alone_do_not_touch_the_others():
     cache = KVCache(SHAPES, rows=3, capacity=60, dtype=torch.float32, device="cpu")
     pass_ = cache.open(torch.tensor([[0, 1]]), extent=2, rows=slice(1, 2))
     pass_.update(torch.ones(1, 2, 2, 4), torch.ones(1, 2, 2, 4), 0)
-    by_row = cache.keys[0].unflatten(0, (3, cache.num_slots))
+    by_row = cache.layers[0].unflatten(0, (3, cache.num_slots))
     assert by_row[1, :2].min() == 1 and by_row[0].abs().max() == 0 and by_row[2].abs().max() == 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.sampling.acceptance.verdict import Verdict, match_own_choice
+from selfspec.sampling.argmax import first_argmax
 from selfspec.sampling.noise import NoiseKey, gumbel
 
 
@@ -28,7 +29,7 @@ class Coupled:
     def draw(self, logits_BV: Tensor, noise: NoiseKey) -> tuple[Tensor, Tensor | None]:
         position_B1 = noise.position_B[:, None] + noise.step
         noise_BV = gumbel(noise.seed, noise.request_B, position_B1, logits_BV.shape[-1])[:, 0]
-        return (logits_BV + noise_BV).argmax(dim=-1), None
+        return first_argmax(logits_BV + noise_BV), None
 
     def accept(
         self, drafted_BK: Tensor, q_BKV: Tensor | None, num_drafted_B: Tensor, logits_BTV: Tensor, noise: NoiseKey

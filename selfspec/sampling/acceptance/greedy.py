@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from selfspec.sampling.acceptance.verdict import Verdict, match_own_choice
+from selfspec.sampling.argmax import first_argmax
 from selfspec.sampling.noise import NoiseKey
 
 
@@ -23,7 +24,7 @@ class Greedy:
     needs_q = False
 
     def draw(self, logits_BV: Tensor, noise: NoiseKey) -> tuple[Tensor, Tensor | None]:
-        return logits_BV.argmax(dim=-1), None
+        return first_argmax(logits_BV), None
 
     def accept(
         self, drafted_BK: Tensor, q_BKV: Tensor | None, num_drafted_B: Tensor, logits_BTV: Tensor, noise: NoiseKey

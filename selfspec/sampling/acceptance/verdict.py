@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from selfspec.sampling import faults
+from selfspec.sampling.argmax import first_argmax
 from selfspec.sampling.noise import NoiseKey
 
 
@@ -66,7 +67,7 @@ def at(rows: Tensor, index_B: Tensor) -> Tensor:
 
 def match_own_choice(drafted_BK: Tensor, num_drafted_B: Tensor, scores_BTV: Tensor) -> Verdict:
     """Accept while the draft is what the target itself chooses, the argmax of scores [B, T, V]."""
-    chosen_BT = scores_BTV.argmax(dim=-1)
+    chosen_BT = first_argmax(scores_BTV)
     top_BT = scores_BTV.gather(-1, chosen_BT[..., None])[..., 0]
     K = drafted_BK.shape[1]
     ok_BK = (drafted_BK == chosen_BT[:, :K]) & torch.isfinite(top_BT[:, :K])

@@ -1,0 +1,22 @@
+"""The blockwise argmax is `torch.argmax`: ties, NaN, all -inf, any length and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from selfspec.sampling.argmax import BLOCK, SMALL, first_argmax
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("vocab_size", [7, SMALL, SMALL + 1, 10 * BLOCK + 17, 49152])
+def test_it_is_torch_argmax(vocab_size, dtype):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 5, vocab_size, generator=generator).to(dtype)  # bfloat16 has ties aplenty
+    scores[0, 1] = -torch.inf
+    scores[0, 2, vocab_size - 1] = scores[0, 2, 3] = 50.0
+    scores[0, 3, vocab_size // 2] = torch.nan
+    scores[1, 0] = scores[1, 0].round()
+    scores[1, 1, vocab_size - 1] = torch.inf
+    assert torch.equal(first_argmax(scores), scores.argmax(-1))
+    assert torch.equal(first_argmax(scores[0, 2]), torch.tensor(3))
