@@ -38,14 +38,20 @@ class Validation:
 
     def add_greedy_text(self, agree: Sequence[bool]) -> None:
         """Rounds over one greedy answer: `agree[t]` says whether the draft would have proposed token t."""
+        self.add_greedy_starts([agree[t : t + self.lookahead] for t in range(len(agree))])
+
+    def add_greedy_starts(self, agree: Sequence[Sequence[bool]]) -> None:
+        """As `add_greedy_text` for drafts that depend on where the round began: `agree[t][j]` says whether a round that
+        begins at token t would have proposed token t+j, given that it proposed those before it.
+        """
         at = 0
         while at < len(agree):
             accepted = 0
-            while accepted < self.lookahead and at + accepted < len(agree):
-                self.tested[accepted] += 1
-                if not agree[at + accepted]:
+            for position, same in enumerate(agree[at][: self.lookahead]):
+                self.tested[position] += 1
+                if not same:
                     break
-                self.accepted[accepted] += 1
+                self.accepted[position] += 1
                 accepted += 1
             emitted = min(accepted + 1, len(agree) - at)  # no bonus token behind the end of the answer
             self.rounds += 1

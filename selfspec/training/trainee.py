@@ -30,10 +30,11 @@ class Trainee(Protocol):
 
 
 def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
+    from selfspec.training.eagle3 import build_eagle3
     from selfspec.training.exit_adapter import build_exit_adapter
     from selfspec.training.independent import build_independent
 
-    return {"independent": build_independent, "exit_adapter": build_exit_adapter}
+    return {"independent": build_independent, "exit_adapter": build_exit_adapter, "eagle3": build_eagle3}
 
 
 def build_trainee(kind: str, target: Target, options: dict[str, Any]) -> Trainee:

@@ -1,0 +1,188 @@
+"""Training EAGLE-3's head: soft labels of the target on a reduced vocabulary, unrolled over `num_steps` drafts.
+
+Alignment (the trap of published code): position p reads features of p and token p+1, and is labelled with the target's
+distribution after token p+1. The first round of an answer starts at p = prompt − 2, whose label is the distribution of
+the first answer token: it is supervised, positions before it are not. Step j is labelled with the distribution after
+p+1+j, where that is still inside the answer. Tokens are the text's own (teacher-forced), hidden states the head's own.
+
+Loss: Σ_j decay^j × the mean coarse cross-entropy of step j, p renormalised on the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from selfspec.errors import UserError
+from selfspec.target import Target
+from selfspec.training.batches import Batch
+from selfspec.training.data import write_atomically
+from selfspec.training.draft_vocab import read_draft_vocab
+from selfspec.training.eagle3_head import Eagle3Head, HeadShape
+from selfspec.training.evaluate import Validation
+from selfspec.training.identity import target_identity
+from selfspec.training.losses import CHUNK, acceptance, head_loss, restrict
+from selfspec.training.packed import reduced_head
+
+
+@dataclass
+class Eagle3Options:
+    """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens."""
+
+    feature_layers: tuple[int, int, int] | None = None  # null: 2, L/2, L−3, as published
+    intermediate_size: int | None = None  # null: the target's
+    num_steps: int = 3
+    decay: float = 0.8
+    draft_vocab: str | None = None
+    d_vocab: int | None = None
+    seed: int = 0
+
+
+class Eagle3Trainee:
+    def __init__(self, target: Target, options: Eagle3Options, token_ids: Tensor | None) -> None:
+        self.target, self.options, self.token_ids = target, options, token_ids
+        layers = options.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
+        self.feature_layers: tuple[int, ...] = tuple(layers)
+        head_VM, self.place_V = reduced_head(target, token_ids)
+        config, shape = target.config, target.layer_shapes[0]
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.head = Eagle3Head(
+            HeadShape(
+                width=target.width,
+                intermediate_size=options.intermediate_size or config.intermediate_size,
+                num_heads=config.num_attention_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                rope_theta=float(rope.get("rope_theta", 10000.0)),
+                norm_eps=config.rms_norm_eps,
+                d_vocab=len(head_VM),
+            )
+        )
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(options.seed)
+            for name, parameter in self.head.named_parameters():
+                if parameter.dim() == 2:
+                    nn.init.normal_(parameter, std=0.02, generator=generator)
+                    if name.endswith(("o_proj.weight", "down_proj.weight")):
+                        parameter.mul_(0.5)
+            self.head.lm_head.weight.copy_(head_VM.cpu())
+        self.module: nn.Module = self.head
+
+    def loss(self, batch: Batch) -> Tensor:
+        total = batch.weight_N.new_zeros(())
+        for j, (hidden_BTM, at, rows) in enumerate(self._steps(batch)):
+            ids, logp = self._labels(batch, rows)
+            hidden = self.head.norm(hidden_BTM.flatten(0, 1)[at]).float()
+            weight = torch.ones(len(at), device=hidden.device)
+            step = head_loss(hidden, self.head.lm_head.weight, ids, logp, weight)
+            # the trainer divides by the number of supervised positions: each step counts as its mean
+            total = total + self.options.decay**j * step * batch.weight_N.sum() / max(1, len(at))
+        return total
+
+    @torch.inference_mode()
+    def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
+        result = Validation(self.options.num_steps)
+        for batch in batches:
+            by_start: dict[tuple[int, int], list[bool]] = {}  # (document, answer token) -> agreement by step
+            first_of: dict[int, int] = {}
+            for j, (hidden_BTM, at, rows) in enumerate(self._steps(batch)):
+                alpha, agree = self._quality(batch, hidden_BTM.flatten(0, 1)[at], rows)
+                if j == 0:
+                    result.add_positions(alpha, agree)
+                documents, starts = batch.document_N[rows].tolist(), (rows - j).tolist()
+                for document, start, same in zip(documents, starts, agree, strict=True):
+                    first_of.setdefault(document, start)
+                    by_start.setdefault((document, start), []).append(same)
+            for document in sorted(greedy & set(first_of)):
+                starts = sorted(start for d, start in by_start if d == document)
+                result.add_greedy_starts([by_start[document, start] for start in starts])
+        return result
+
+    def save(self, folder: Path) -> None:
+        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
+        if self.token_ids is not None:
+            weights["token_ids"] = self.token_ids
+        config = {
+            "kind": "eagle3",
+            "feature_layers": list(self.feature_layers),
+            "shape": asdict(self.head.shape),
+            "num_steps": self.options.num_steps,
+            "d_vocab": None if self.token_ids is None else len(self.token_ids),
+            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
+        }
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
+        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+
+    def _steps(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per step: hidden states `[B, T, M]`, the flat positions p that are supervised, and their teacher rows."""
+        assert batch.features_BTF is not None
+        rows, width = batch.token_ids_BT.shape
+        embedded = []
+        for j in range(self.options.num_steps):
+            ids = torch.nn.functional.pad(batch.token_ids_BT[:, 1 + j :], (0, 1 + j))
+            with torch.no_grad():
+                embedded.append(self.target.embed(ids).float())
+        seen_BTT = batch.attention_mask()[:, 0]
+        states = self.head.unroll(batch.features_BTF.float(), embedded, batch.positions_BT, seen_BTT)
+        num = int(batch.weight_N.sum())
+        row_of = torch.full((rows * width + self.options.num_steps + 1,), -1, device=seen_BTT.device)
+        row_of[batch.flat_N[:num]] = torch.arange(num, device=seen_BTT.device)
+        document = torch.nn.functional.pad(batch.document_BT.flatten(), (0, self.options.num_steps + 1), value=-2)
+        everywhere = torch.arange(rows * width, device=seen_BTT.device)
+        in_row = everywhere % width
+        steps = []
+        starts = row_of[everywhere + 1] >= 0  # a round may start here: token p+2 is an answer token
+        for j, hidden_BTM in enumerate(states):
+            label = everywhere + 1 + j
+            usable = (
+                starts & (row_of[label] >= 0) & (document[label] == document[everywhere]) & (in_row + 1 + j < width)
+            )
+            at = everywhere[usable]
+            steps.append((hidden_BTM, at, row_of[at + 1 + j]))
+        return steps
+
+    def _labels(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ids, logp = batch.teacher_ids_NK[rows], batch.teacher_logp_NK[rows]
+        return (ids, logp) if self.place_V is None else restrict(ids, logp, self.place_V)
+
+    def _quality(self, batch: Batch, hidden_NM: Tensor, rows: Tensor) -> tuple[list[float], list[bool]]:
+        """α and greedy agreement at the given positions, against the target's whole (not renormalised) distribution."""
+        alpha, agree = [], []
+        for part in torch.arange(len(rows), device=rows.device).split(CHUNK):
+            logits = self.head.lm_head(self.head.norm(hidden_NM[part])).float()
+            ids, logp = batch.teacher_ids_NK[rows[part]], batch.teacher_logp_NK[rows[part]]
+            places = ids if self.place_V is None else self.place_V[ids]
+            alpha.append(acceptance(logits, places.clamp(min=0), torch.where(places >= 0, logp.float(), -torch.inf)))
+            agree.append(logits.argmax(-1) == places[:, 0])
+        return torch.cat(alpha).tolist(), torch.cat(agree).tolist()
+
+
+def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
+    """UserError: unknown option, impossible layers or steps, a draft vocabulary of another target or without EOS."""
+    names = list(asdict(Eagle3Options()))
+    if unknown := sorted(set(options) - set(names)):
+        raise UserError(f"draft.{unknown[0]} is no option of eagle3. Allowed: {', '.join(names)}.")
+    typed = Eagle3Options(**options)
+    layers = typed.feature_layers
+    if layers is not None and (len(layers) != 3 or not all(0 <= layer <= target.num_layers for layer in layers)):
+        raise UserError(f"draft.feature_layers={list(layers)} must be three layers from 0 to {target.num_layers}.")
+    if target.num_layers < 4 and layers is None:
+        raise UserError(f"{target.name} has {target.num_layers} layers; give draft.feature_layers yourself.")
+    if typed.num_steps < 1:
+        raise UserError(f"draft.num_steps={typed.num_steps} must be at least 1.")
+    if (typed.draft_vocab is None) != (typed.d_vocab is None):
+        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
+    token_ids: Tensor | None = None
+    if typed.draft_vocab is not None and typed.d_vocab is not None:
+        fingerprint = target_identity(target)["fingerprint"]
+        ids = read_draft_vocab(typed.draft_vocab, typed.d_vocab, target.eos_token_ids, fingerprint)
+        token_ids = torch.from_numpy(ids)
+    return Eagle3Trainee(target, typed, token_ids)

@@ -1,0 +1,129 @@
+"""EAGLE-3's training: labels where they belong, and an unrolled step that is what drafting one token at a time does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_models
+from selfspec.errors import UserError
+from selfspec.target import Target, wrap_target
+from selfspec.training.batches import Batch, Batches
+from selfspec.training.data import Sample
+from selfspec.training.eagle3 import Eagle3Trainee, build_eagle3
+from selfspec.training.eagle3_head import Eagle3Head
+from selfspec.training.features import hidden_states
+from selfspec.training.job import train_draft
+from selfspec.training.teacher import distributions
+from selfspec.training.trainer import TrainConfig
+
+SAMPLES = [Sample(i, list(range(20 + i, 40 + 2 * i)), 6 + i, 0.0, False) for i in range(3)]
+OPTIONS = {"feature_layers": (0, 1, 2), "num_steps": 3}
+
+
+@pytest.fixture
+def trainee(chat_target: Target) -> Eagle3Trainee:
+    return build_eagle3(chat_target, OPTIONS)
+
+
+def batch_of(target: Target, samples: list[Sample], row_tokens: int, batch_rows: int = 1) -> Batch:
+    features = hidden_states(target, samples, [0, 1, 2])
+    teachers = distributions(target, samples, 8)
+    batches = Batches(samples, teachers, batch_rows=batch_rows, row_tokens=row_tokens, seed=0, features=features)
+    return next(batches.once())
+
+
+def draft_one_by_one(
+    head: Eagle3Head, features_TF: Tensor, embedded_TM: Tensor, start: int, steps: int
+) -> list[Tensor]:
+    """What a drafter does, naively: keys and values of the text up to `start`, then one appended per drafted token."""
+    repeat = head.shape.num_heads // head.shape.num_kv_heads
+    hidden_1TM = head.fc(features_TF[: start + 1])[None]
+    positions = torch.arange(start + 1)[None]
+    query, keys, values = head.keys_values(embedded_TM[None, 1 : start + 2], hidden_1TM, positions)
+    query, hidden, outputs = query[:, -1:], hidden_1TM[:, -1:], []
+    for j in range(steps):
+        if j:
+            position = torch.tensor([[start + j]])
+            query, key, value = head.keys_values(embedded_TM[None, start + 1 + j][:, None], hidden, position)
+            keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
+        k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (keys, values))
+        attended = torch.nn.functional.scaled_dot_product_attention(query.transpose(1, 2), k, v).transpose(1, 2)
+        hidden = head.finish(hidden, attended)
+        outputs.append(hidden[0, 0])
+    return outputs
+
+
+def test_unrolled_training_steps_are_what_drafting_one_by_one_computes(chat_target: Target, trainee: Eagle3Trainee):
+    batch = batch_of(chat_target, SAMPLES, row_tokens=80)
+    with torch.no_grad():
+        steps = [hidden[0] for hidden, _, _ in trainee._steps(batch)]
+        for document, sample in enumerate(SAMPLES):
+            begin = int((batch.document_BT[0] == document).nonzero()[0])
+            length = len(sample.token_ids)
+            features = batch.features_BTF[0, begin : begin + length].float()
+            embedded = chat_target.embed(torch.tensor(sample.token_ids))
+            for start in (0, 5, length - 4):
+                alone = draft_one_by_one(trainee.head, features, embedded, start, 3)
+                for j in range(3):
+                    torch.testing.assert_close(steps[j][begin + start], alone[j], rtol=1e-4, atol=1e-5)
+
+
+def test_labels_begin_with_the_first_answer_token_and_never_leave_the_sample(
+    chat_target: Target, trainee: Eagle3Trainee
+):
+    batch = batch_of(chat_target, SAMPLES, row_tokens=80)
+    begin = 0
+    expected: list[list[tuple[int, int]]] = [[], [], []]
+    row = 0
+    for sample in SAMPLES:
+        for answer in range(sample.answer_len):  # the round that drafts this answer token first
+            for j in range(min(3, sample.answer_len - answer)):
+                expected[j].append((begin + sample.prompt_len - 2 + answer, row + answer + j))
+        begin, row = begin + len(sample.token_ids), row + sample.answer_len
+    for j, (_, at, rows) in enumerate(trainee._steps(batch)):
+        assert list(zip(at.tolist(), rows.tolist(), strict=True)) == expected[j]
+
+
+def test_loss_reaches_every_parameter_and_training_lowers_it(
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, trainee: Eagle3Trainee
+):
+    trainee.loss(batch_of(chat_target, SAMPLES, row_tokens=80)).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainee.module.parameters())
+    config = TrainConfig(
+        steps=30,
+        batch_rows=2,
+        row_tokens=48,
+        learning_rate=3e-3,
+        warmup_steps=3,
+        autocast=False,
+        num_kept=8,
+        log_every=1,
+        validate_every=15,
+        checkpoint_every=15,
+    )
+    summary = train_draft(chat_target, "eagle3", OPTIONS, config, data_folder(), tmp_path / "o", "c", lambda _: None)
+    log = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in log if "loss" in record]
+    assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
+    assert len(summary["greedy_acceptance_by_position"]) == 3 and summary["greedy_tau"] >= 1
+    assert json.loads((tmp_path / "o" / "config.json").read_text())["feature_layers"] == [0, 1, 2]
+
+
+def test_impossible_options_are_user_errors(chat_target: Target):
+    for options, match in (
+        ({}, "give draft.feature_layers"),
+        ({"feature_layers": (0, 1, 9)}, "from 0 to 2"),
+        ({"feature_layers": (0, 1, 2), "num_steps": 0}, "at least 1"),
+        ({"layers": 3}, "no option"),
+        ({"feature_layers": (0, 1, 2), "d_vocab": 5}, "together"),
+    ):
+        with pytest.raises(UserError, match=match):
+            build_eagle3(chat_target, options)
+    four = wrap_target(tiny_models.tiny_llama(num_layers=6), None)
+    assert build_eagle3(four, {}).feature_layers == (2, 3, 3)
