@@ -205,6 +205,17 @@ def test_missing_directory_and_missing_hash_are_named(tmp_path):
         read_run(finished_run(tmp_path / "plain", [made("a")]))
 
 
+def test_a_last_line_of_nulls_after_a_power_cut_is_dropped(run_dir):
+    with RunWriter(run_dir) as writer:
+        writer.append(made("a"))
+    with open(run_dir / "prompts.jsonl", "ab") as handle:
+        handle.write(b"\0" * 40 + b"\n")
+    assert len(read_run(run_dir, allow_unfinished=True).prompts) == 1
+    with RunWriter(run_dir) as writer:
+        writer.append(made("b"))
+    assert [record.prompt_id for record in read_run(run_dir, allow_unfinished=True).prompts] == ["a", "b"]
+
+
 def test_opening_a_finished_run_changes_nothing(run_dir):
     finished_run(run_dir, [made("a")])
     with open(run_dir / "rounds.jsonl", "ab") as handle:

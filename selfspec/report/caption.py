@@ -45,6 +45,10 @@ def estimator_notes(runs: Sequence[Measured]) -> list[str]:
     if detectable:
         notes.append(f"Smallest speedup these prompts can show (80% power): {max(detectable):.3f}.")
     for item in runs:
+        for name, stats in item.summary["methods"].items():
+            if stats["num_prompts"] < item.summary["num_prompts"]:
+                done = f"{stats['num_prompts']} of {item.summary['num_prompts']} prompts"
+                notes.append(f"INCOMPLETE: {name} decoded {done} of {item.run.path.resolve().name}.")
         noise = item.summary["noise_check"]
         if noise:
             ratio, low, high = (noise[f"speedup_paired_geomean{end}"] for end in ("", "_low", "_high"))

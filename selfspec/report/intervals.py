@@ -1,8 +1,9 @@
 """How sure a ratio is: bootstrap intervals, a paired test, its smallest detectable effect, and Holm's correction.
 
 Everything resamples *prompts*, not repeats or rounds: two measurements of one prompt are not two observations. Seeded,
-so the same records give the same digits. For a handful of prompts a percentile interval is too narrow (around 85 to 90%
-true coverage at 8 prompts instead of 95%); `minimum_detectable_speedup` says what such a set can show at all.
+so the same records give the same digits. For a handful of prompts a percentile interval is too narrow: in simulation
+it covers the truth 86% of the time at 6 prompts, 89% at 8, 94% at 48. `minimum_detectable_speedup` says what a set of
+prompts can show at all.
 Cost: one [resamples, prompts] matrix, milliseconds.
 """
 

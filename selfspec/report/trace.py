@@ -37,6 +37,7 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
 .faint { color: var(--faint); }
 table { border-collapse: collapse; width: 100%; }
 th { text-align: left; font-weight: 600; }
+th.number { width: 3.5rem; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td, th { border-bottom: 1px solid var(--line); padding: .3rem .5rem; vertical-align: top; }
 .token { font-family: ui-monospace, monospace; font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -65,7 +66,7 @@ def trace_page(traces: Sequence[TraceRecord], title: str = "selfspec trace") -> 
             if token.kind not in KINDS:
                 raise UserError(f"trace {trace.prompt_id!r}: token kind {token.kind!r}; allowed: {', '.join(KINDS)}.")
     legend = " ".join(f'<span class="token {kind}">{kind}</span> {meaning}.' for kind, meaning in KINDS.items())
-    bars = " ".join(f'<span class="token"><span class="{phase}">&emsp;</span> {phase}</span>' for phase in PHASES)
+    bars = " ".join(f'<span class="{phase}">&emsp;&emsp;</span> {phase}' for phase in PHASES)
     body = "\n".join(_section(trace) for trace in traces)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
+import json
+import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -140,6 +144,33 @@ def test_trace_bars_are_to_scale_and_spelled_out(page):
 def test_trace_page_needs_nothing_from_outside(page):
     assert not [attrs for _, attrs in page.tags if "src" in attrs or "href" in attrs]
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe")]
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+PROBE = """<script>
+const token = document.querySelector("tbody .token"), tip = token.querySelector(".tip");
+const before = getComputedStyle(tip).display; token.focus();
+const colours = ["accepted", "rejected", "correction", "bonus"].map(
+  kind => getComputedStyle(document.querySelector("tbody ." + kind)).backgroundColor);
+document.title = JSON.stringify([before, getComputedStyle(tip).display, new Set(colours).size,
+  document.documentElement.scrollWidth <= innerWidth]);
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser on this machine")
+def test_trace_works_in_a_real_browser(tmp_path):
+    kinds = [TraceToken(f" {kind}", 1, kind, 0.5, 0.5) for kind in KINDS] * 30
+    text = trace_page([TraceRecord("p", "m", "Hi " * 400, [TraceRound(kinds, 0.1, 0.1, 0.1)])])
+    (tmp_path / "page.html").write_text(text.replace("</body>", PROBE))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--window-size=800,600"]
+    done = subprocess.run(
+        [BROWSER, *options, "--dump-dom", (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    title = html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1])
+    assert json.loads(title) == ["none", "block", len(KINDS), True]  # hidden tip shows, four colours, nothing overflows
 
 
 def test_unknown_kind_and_empty_set_are_named():

@@ -218,6 +218,12 @@ def test_an_unfinished_run_is_refused_or_marked(tmp_path):
     assert table.blocks[0].label == "half-0000000a (unfinished)"
 
 
+def test_a_method_that_lacks_prompts_is_named(load_one_at):
+    records = [record for record in made_records(4, 1) if (record.prompt_id, record.method) != ("p01", "early_exit")]
+    notes = comparison_table([load_one_at(records)]).notes
+    assert "INCOMPLETE: early_exit decoded 3 of 4 prompts of one-0000000f." in notes
+
+
 def test_a_run_without_the_baseline_or_without_results_is_refused(tmp_path):
     path = write_run(tmp_path / "a-0000000a", [made_record("p0", "draft", [3], 2)])
     with pytest.raises(UserError, match=r"no 'ar' results to compare with .it has: draft"):

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the records, and the only code that writes or reads a run directory.
+"""The only code that writes or reads a run directory.
 
 A run directory is the source of truth for every table, so it survives a crash and refuses to lie:
 
@@ -19,7 +19,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,83 +28,23 @@ from typing import Any, BinaryIO
 import yaml
 
 from selfspec.errors import UserError
-
-SCHEMA_VERSION = 1
-
-Key = tuple[str, str, int]  # prompt_id, method, repeat
-
-
-@dataclass(slots=True)
-class RoundRecord:
-    """One draft phase, verify pass and commit. `num_emitted` counts the bonus or correction token, after trimming."""
-
-    num_drafted: int
-    num_accepted: int
-    num_emitted: int
-    draft_s: float
-    verify_s: float
-    other_s: float
-
-
-@dataclass(slots=True)
-class PromptRecord:
-    """One prompt decoded once by one method. Times are in seconds; `total_s` is prefill and decode together."""
-
-    prompt_id: str
-    category: str
-    method: str
-    repeat: int
-    num_prompt_tokens: int
-    token_ids: list[int]
-    text: str
-    finish_reason: str  # "eos" | "stop_string" | "length"
-    lossy: bool  # the acceptance rule does not keep the target's distribution
-    prefill_s: float
-    ttft_s: float
-    decode_s: float
-    total_s: float
-    alpha_sum: float | None = None  # sum over tested positions of sum_v min(p, q); None: not measured
-    alpha_count: int = 0  # number of positions in `alpha_sum`
-    equals_ar: bool | None = None  # token for token; None: not compared
-    first_divergence: int | None = None  # index of the first generated token that differs
-    divergence_class: str | None = None  # "identical" | "near_tie" | "mismatch"
-    synthetic: bool = False  # acceptance was scripted, not earned by a drafter
-    peak_device_bytes: int | None = None
-    peak_host_bytes: int | None = None
-    rounds: list[RoundRecord] = field(default_factory=list)  # empty for methods without rounds (plain HF generate)
-
-    @property
-    def key(self) -> Key:
-        return (self.prompt_id, self.method, self.repeat)
-
-
-@dataclass(slots=True)
-class TraceToken:
-    """One token of one round, as the trace page colours it. p and q are the probabilities the rule compared."""
-
-    text: str
-    token_id: int
-    kind: str  # "accepted" | "rejected" | "correction" | "bonus"
-    p: float | None = None
-    q: float | None = None
-
-
-@dataclass(slots=True)
-class TraceRound:
-    tokens: list[TraceToken]
-    draft_s: float
-    verify_s: float
-    other_s: float
-
-
-@dataclass(slots=True)
-class TraceRecord:
-    """One generation, round by round: what `selfspec.report.trace` turns into a page."""
-
-    prompt_id: str
-    method: str
-    prompt_text: str
-    rounds: list[TraceRound]
+from selfspec.records.schema import (
+    SCHEMA_VERSION,
+    Key,
+    PromptRecord,
+    RoundRecord,
+    TraceRecord,
+    check_version,
+    key_of,
+    parse_object,
+    prompt_from_dict,
+    rounds_from_lists,
+    show_key,
+    to_json,
+    to_lines,
+    trace_from_dict,
+    trace_to_dict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +106,8 @@ class RunWriter:
         if self.finished:
             raise UserError(f"{self.path} is a finished run (DONE exists); delete the directory to measure it again.")
         if record.key in self._done:
-            raise UserError(f"{self.path} already holds {_show(record.key)}; skip the keys in `done_keys()`.")
-        rounds_line, prompt_line = _to_lines(record)
+            raise UserError(f"{self.path} already holds {show_key(record.key)}; skip the keys in `done_keys()`.")
+        rounds_line, prompt_line = to_lines(record)
         _append(self._rounds, rounds_line)
         _append(self._prompts, prompt_line)
         self._done.add(record.key)
@@ -194,11 +134,6 @@ class RunWriter:
         self.close()
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: NaN and infinity are refused, floats round-trip exactly."""
-    return json.dumps(value, allow_nan=False, indent=indent)
-
-
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write, sync, rename, sync the folder: a reader sees the old file or the new one, never half of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -216,7 +151,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def write_traces(path: str | Path, traces: Iterable[TraceRecord]) -> None:
     """Writes traces as JSON lines, whole or not at all."""
-    write_atomic(Path(path), "".join(to_json(_trace_to_dict(trace)) + "\n" for trace in traces))
+    write_atomic(Path(path), "".join(to_json(trace_to_dict(trace)) + "\n" for trace in traces))
 
 
 # ---- reading
@@ -233,13 +168,13 @@ def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
         raise UserError(f"{path} is not a run directory: no such folder.")
     finished = (path / "DONE").exists()
     if not finished and not allow_unfinished:
-        raise UserError(f"{path} is not a finished run (no DONE file); resume it, or ask for unfinished runs.")
+        raise UserError(f"{path} is not a finished run (no DONE file); resume it, or pass allow_unfinished=true.")
     prompts = _read_results(path)
     summary = None
     if finished:
         summary = _read_json(path / "summary.json")
         done = _read_json(path / "DONE")
-        _check_version(summary.get("schema_version"), path / "summary.json")
+        check_version(summary.get("schema_version"), path / "summary.json")
         if done.get("num_results") != len(prompts):
             raise UserError(
                 f"{path}: DONE counts {done.get('num_results')} results but prompts.jsonl holds {len(prompts)}; "
@@ -256,7 +191,7 @@ def read_traces(path: str | Path) -> list[TraceRecord]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is not a trace file: no such file.")
-    return [_trace_from_dict(entry, where) for entry, where in _json_lines(path)]
+    return [trace_from_dict(entry, where) for entry, where in _json_lines(path)]
 
 
 # ---- details
@@ -296,10 +231,10 @@ def _repair(path: Path) -> None:
                 os.truncate(path / name, len(whole))
     if not (path / "rounds.jsonl").exists():
         return
-    known = {_key_of(entry, where) for entry, where in _json_lines(path / "prompts.jsonl")}
+    known = {key_of(entry, where) for entry, where in _json_lines(path / "prompts.jsonl")}
     lines = (path / "rounds.jsonl").read_bytes().splitlines(keepends=True)
     entries = _json_lines(path / "rounds.jsonl")
-    kept = [line for line, (entry, where) in zip(lines, entries, strict=True) if _key_of(entry, where) in known]
+    kept = [line for line, (entry, where) in zip(lines, entries, strict=True) if key_of(entry, where) in known]
     if len(kept) < len(lines):
         write_atomic(path / "rounds.jsonl", b"".join(kept))
 
@@ -322,27 +257,14 @@ def _json_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     entries = []
     for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
         where = f"{path}:{number}"
-        entries.append((_parse_object(line, where), where))
+        entries.append((parse_object(line, where), where))
     return entries
-
-
-def _parse_object(data: bytes, where: str) -> dict[str, Any]:
-    def refuse(constant: str) -> float:
-        raise ValueError(f"{constant} is not a number JSON allows")
-
-    try:
-        value = json.loads(data, parse_constant=refuse)
-    except ValueError as error:
-        raise UserError(f"{where} is damaged ({error}); restore the file or measure the run again.") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where} should hold a JSON object, found {type(value).__name__}.")
-    return value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{path.parent} lacks {path.name}; the run directory is incomplete. Measure the run again.")
-    return _parse_object(path.read_bytes(), str(path))
+    return parse_object(path.read_bytes(), str(path))
 
 
 def _read_yaml(path: Path, required: bool) -> dict[str, Any]:
@@ -372,115 +294,18 @@ def _config_hash(path: Path, provenance: Mapping[str, Any]) -> str:
     return match.group(1)
 
 
-def _check_version(version: object, where: object) -> None:
-    if version != SCHEMA_VERSION:
-        raise UserError(
-            f"{where} has schema version {version}, this selfspec reads version {SCHEMA_VERSION}; "
-            "use the version that wrote it, or measure the run again."
-        )
-
-
-def _to_lines(record: PromptRecord) -> tuple[bytes, bytes]:
-    prompt_id, method, repeat = record.key
-    rounds = [[getattr(entry, name) for name in _ROUND_FIELDS] for entry in record.rounds]
-    rounds_line = to_json({"prompt_id": prompt_id, "method": method, "repeat": repeat, "rounds": rounds})
-    values = {name: getattr(record, name) for name in _PROMPT_FIELDS}
-    prompt_line = to_json({"schema_version": SCHEMA_VERSION, **values})
-    return rounds_line.encode() + b"\n", prompt_line.encode() + b"\n"
-
-
 def _read_results(path: Path) -> list[PromptRecord]:
     prompt_lines = _json_lines(path / "prompts.jsonl")  # before the rounds: a live writer is never ahead of us here
     rounds_of = {}
     for entry, where in _json_lines(path / "rounds.jsonl"):
-        rounds_of[_key_of(entry, where)] = (entry.get("rounds"), where)
+        rounds_of[key_of(entry, where)] = (entry.get("rounds"), where)
     records: dict[Key, PromptRecord] = {}
     for entry, where in prompt_lines:
-        record = _prompt_from_dict(entry, where)
+        record = prompt_from_dict(entry, where)
         if record.key in records:
-            raise UserError(f"{where} repeats {_show(record.key)}; two writers must have used this directory.")
+            raise UserError(f"{where} repeats {show_key(record.key)}; two writers must have used this directory.")
         if record.key not in rounds_of:
-            raise UserError(f"{where}: rounds.jsonl has no line for {_show(record.key)}; measure the run again.")
-        record.rounds = _rounds_from_lists(*rounds_of[record.key])
+            raise UserError(f"{where}: rounds.jsonl has no line for {show_key(record.key)}; measure the run again.")
+        record.rounds = rounds_from_lists(*rounds_of[record.key])
         records[record.key] = record
     return list(records.values())
-
-
-def _prompt_from_dict(entry: Mapping[str, Any], where: str) -> PromptRecord:
-    _check_version(entry.get("schema_version"), where)
-    found = set(entry) - {"schema_version"}
-    if found != set(_PROMPT_FIELDS):
-        wrong = sorted(found.symmetric_difference(_PROMPT_FIELDS))
-        raise UserError(f"{where}: missing or unknown fields {wrong}; schema {SCHEMA_VERSION} has {_PROMPT_FIELDS}.")
-    for name in _PROMPT_FIELDS:
-        _check_type(entry[name], _PROMPT_TYPES[name], f"{where}: {name}")
-    return PromptRecord(**{name: entry[name] for name in _PROMPT_FIELDS})
-
-
-def _rounds_from_lists(value: object, where: str) -> list[RoundRecord]:
-    if not isinstance(value, list):
-        raise UserError(f"{where}: rounds should be a list, found {type(value).__name__}.")
-    for entry in value:
-        if not isinstance(entry, list) or len(entry) != len(_ROUND_FIELDS):
-            raise UserError(f"{where}: a round should be a list {_ROUND_FIELDS}, found {entry!r}.")
-        for name, number in zip(_ROUND_FIELDS, entry, strict=True):
-            _check_type(number, _ROUND_TYPES[name], f"{where}: {name}")
-    return [RoundRecord(*entry) for entry in value]
-
-
-def _trace_to_dict(trace: TraceRecord) -> dict[str, Any]:
-    rounds = [
-        {
-            "tokens": [[getattr(token, field.name) for field in fields(TraceToken)] for token in entry.tokens],
-            "draft_s": entry.draft_s,
-            "verify_s": entry.verify_s,
-            "other_s": entry.other_s,
-        }
-        for entry in trace.rounds
-    ]
-    head = {"prompt_id": trace.prompt_id, "method": trace.method, "prompt_text": trace.prompt_text}
-    return {"schema_version": SCHEMA_VERSION, **head, "rounds": rounds}
-
-
-def _trace_from_dict(entry: Mapping[str, Any], where: str) -> TraceRecord:
-    _check_version(entry.get("schema_version"), where)
-    try:
-        rounds = [
-            TraceRound(
-                [TraceToken(*token) for token in part["tokens"]], part["draft_s"], part["verify_s"], part["other_s"]
-            )
-            for part in entry["rounds"]
-        ]
-        return TraceRecord(entry["prompt_id"], entry["method"], entry["prompt_text"], rounds)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{where} is not a trace of this schema ({error!r}); write it with `write_traces`.") from None
-
-
-def _key_of(entry: Mapping[str, Any], where: str) -> Key:
-    key = (entry.get("prompt_id"), entry.get("method"), entry.get("repeat"))
-    for name, value in zip(("prompt_id", "method", "repeat"), key, strict=True):
-        _check_type(value, _PROMPT_TYPES[name], f"{where}: {name}")
-    return key  # type: ignore[return-value]  # just checked
-
-
-def _show(key: Key) -> str:
-    return f"prompt {key[0]!r}, method {key[1]!r}, repeat {key[2]}"
-
-
-def _check_type(value: object, allowed: str, where: str) -> None:
-    """`allowed` is the field's annotation, e.g. "float | None"; an int is a fine float, a bool is neither."""
-    for name in allowed.split(" | "):
-        if name == "None" and value is None:
-            return
-        if name == "list[int]" and isinstance(value, list) and all(type(item) is int for item in value):
-            return
-        if name in _SCALARS and type(value) in _SCALARS[name]:
-            return
-    raise UserError(f"{where} should be {allowed}, found {value!r}.")
-
-
-_SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
-_ROUND_TYPES = {item.name: str(item.type) for item in fields(RoundRecord)}
-_ROUND_FIELDS = list(_ROUND_TYPES)
-_PROMPT_TYPES = {item.name: str(item.type) for item in fields(PromptRecord) if item.name != "rounds"}
-_PROMPT_FIELDS = list(_PROMPT_TYPES)
