@@ -63,6 +63,13 @@ def earliest(code_B: Tensor, other_B: Tensor) -> Tensor:
     return torch.where(swap, other_B, code_B)
 
 
+def fault_offset(error_code: int) -> int:
+    """Offset in the round at which a fault makes the output wrong. A draft that breaks its contract may have changed
+    what was accepted in front of it: it counts from the round's start.
+    """
+    return 0 if error_code % 8 in (BAD_DRAFT_DISTRIBUTION, IMPOSSIBLE_DRAFT) else error_code // 8
+
+
 def raise_for(error_code: int, *, row: int, position: int) -> None:
     """Raise UserError unless the code is 0. `position` is that of the round's first drafted token (NoiseKey's)."""
     if error_code == OK:

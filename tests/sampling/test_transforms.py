@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from selfspec.errors import UserError
 from selfspec.sampling import Prefix, Sampling, build_transforms
 
 B, T, S, V = 3, 4, 24, 40
@@ -110,3 +111,104 @@ def test_top_p_keeps_as_many_tied_tokens_of_the_same_logits_as_unpinned_transfor
         ours = build_transforms(Sampling(temperature=1.0, top_p=0.8))(logits_BTV, prefix)
         theirs = by_hf([hf.TopPLogitsWarper(0.8)], logits_BTV, prefix)
         assert torch.equal(ours.sort(dim=-1).values, theirs.sort(dim=-1).values)
+
+
+def test_transforms_equal_transformers_over_a_whole_vocabulary() -> None:
+    logits_BTV = torch.randn(1, 2, 49152, generator=torch.Generator().manual_seed(1)) * 3
+    ours = build_transforms(Sampling(temperature=0.8, top_k=400, top_p=0.95))(logits_BTV)
+    for t in range(2):
+        scores = logits_BTV[:, t]
+        for warper in (hf.TemperatureLogitsWarper(0.8), hf.TopKLogitsWarper(400), hf.TopPLogitsWarper(0.95)):
+            scores = warper(None, scores)
+        assert torch.equal(ours[:, t], scores)
+
+
+def test_presence_and_frequency_penalties_count_generated_tokens_only() -> None:
+    logits_BTV, prefix = make_case()
+    ours = build_transforms(Sampling(presence_penalty=0.5, frequency_penalty=0.25))(logits_BTV, prefix)
+    for b in range(B):
+        for t in range(T):
+            generated = prefix.tokens_BS[b, STARTS[b] + PROMPT_LENS[b] : int(prefix.ends_BT[b, t])].tolist()
+            expected = logits_BTV[b, t].clone()
+            for token in set(generated):
+                expected[token] -= 0.5 + 0.25 * generated.count(token)
+            torch.testing.assert_close(ours[b, t], expected)
+
+
+def test_each_position_sees_what_it_would_see_without_speculation() -> None:
+    """T positions at once equal T single calls: nothing of a later position shows in an earlier one."""
+    settings = Sampling(
+        temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, no_repeat_ngram_size=2
+    )
+    logits_BTV, prefix = make_case(3)
+    transforms = build_transforms(settings)
+    together = transforms(logits_BTV, prefix)
+    for t in range(T):
+        alone = Prefix(prefix.tokens_BS, prefix.ends_BT[:, t : t + 1], prefix.prompt_lens_B, prefix.starts_B)
+        assert torch.equal(transforms(logits_BTV[:, t : t + 1], alone), together[:, t : t + 1])
+
+
+def test_rejected_speculation_leaves_no_trace_in_penalties() -> None:
+    logits_BTV, prefix = make_case(4)
+    transforms = build_transforms(Sampling(repetition_penalty=1.3, no_repeat_ngram_size=2))
+    before = transforms(logits_BTV[:, :1], Prefix(prefix.tokens_BS, prefix.ends_BT[:, :1]))
+    transforms(logits_BTV, prefix)
+    assert torch.equal(transforms(logits_BTV[:, :1], Prefix(prefix.tokens_BS, prefix.ends_BT[:, :1])), before)
+
+
+def test_greedy_without_penalties_is_the_very_same_tensor() -> None:
+    logits_BTV = torch.randn(1, 2, 8).bfloat16()
+    assert build_transforms(Sampling())(logits_BTV) is logits_BTV
+
+
+def test_at_temperature_0_warpers_do_not_apply_but_processors_do() -> None:
+    logits_BTV = torch.randn(1, 1, 8)
+    ours = build_transforms(Sampling(top_k=1, top_p=0.1, min_p=0.9, suppress_tokens=(2,)))(logits_BTV)
+    assert torch.isfinite(ours).sum() == 7
+    assert ours[0, 0, 2] == -math.inf
+
+
+def test_half_precision_logits_are_lifted_to_float32_first() -> None:
+    logits_BTV = torch.randn(1, 1, 64).bfloat16()
+    ours = build_transforms(Sampling(temperature=0.7))(logits_BTV)
+    assert torch.equal(ours[0], hf.TemperatureLogitsWarper(0.7)(None, logits_BTV[0].float()))
+
+
+def test_transforms_never_write_into_the_logits_they_are_given() -> None:
+    logits_BTV, prefix = make_case(5)
+    kept = logits_BTV.clone()
+    for settings, _ in SAME_AS_HF.values():
+        build_transforms(Sampling(**settings))(logits_BTV, prefix)
+    assert torch.equal(logits_BTV, kept)
+
+
+def test_stateful_transforms_without_a_prefix_are_refused() -> None:
+    with pytest.raises(UserError, match="Prefix"):
+        build_transforms(Sampling(repetition_penalty=1.1))(torch.zeros(1, 1, 4))
+
+
+def test_tree_nodes_see_their_ancestors_and_nothing_else() -> None:
+    r"""Slots behind the committed tokens hold nodes 1..5 of   0 -> 1 -> 3 -> 5,  0 -> 2 -> 4;  node 0 is committed."""
+    committed = [3, 1, 4, 1, 5]
+    node_tokens = [1, 2, 4, 1, 3]
+    paths = {0: [], 1: [1], 2: [2], 3: [1, 3], 4: [2, 4], 5: [1, 3, 5]}
+    tokens_BS = torch.tensor([committed + node_tokens + [-7, -7]])
+    ancestors = torch.zeros(1, 6, 5, dtype=torch.bool)
+    for node, path in paths.items():
+        ancestors[0, node, [n - 1 for n in path]] = True
+    prefix = Prefix(tokens_BS, torch.full((1, 6), 5), torch.tensor([2]), ancestors_BTN=ancestors)
+    logits = torch.randn(1, 6, 8)
+    seen: list[list[int]] = []
+
+    def spy(input_ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(input_ids[0].tolist())
+        return scores
+
+    settings = Sampling(repetition_penalty=1.3, frequency_penalty=0.2, no_repeat_ngram_size=2)
+    ours = build_transforms(settings, [spy])(logits, prefix)
+    for node, path in paths.items():
+        sequence = committed + [node_tokens[n - 1] for n in path]
+        assert seen[node] == sequence
+        chain = Prefix(torch.tensor([sequence]), torch.tensor([[len(sequence)]]), torch.tensor([2]))
+        alone = build_transforms(settings)(logits[:, node : node + 1], chain)
+        assert torch.equal(ours[:, node : node + 1], alone)

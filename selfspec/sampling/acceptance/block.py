@@ -22,7 +22,7 @@ from selfspec.sampling import faults
 from selfspec.sampling.acceptance.rejection import sample_draft
 from selfspec.sampling.acceptance.verdict import Verdict, at, leading
 from selfspec.sampling.distribution import draw, probabilities
-from selfspec.sampling.noise import STREAM_ACCEPT, STREAM_RESIDUAL, NoiseKey, uniforms
+from selfspec.sampling.noise import STREAM_VERIFY, NoiseKey, uniforms
 
 
 def path_mass(p_x_BK: Tensor, q_x_BK: Tensor) -> Tensor:
@@ -91,7 +91,5 @@ class Block:
     def accept(
         self, drafted_BK: Tensor, q_BKV: Tensor | None, num_drafted_B: Tensor, logits_BTV: Tensor, noise: NoiseKey
     ) -> Verdict:
-        key = (noise.seed, noise.request_B, noise.position_B)
-        u_accept_BK = uniforms(*key, STREAM_ACCEPT, drafted_BK.shape[1])
-        u_residual_B = uniforms(*key, STREAM_RESIDUAL, 1)[:, 0]
-        return accept_block(drafted_BK, q_BKV, num_drafted_B, logits_BTV, u_accept_BK, u_residual_B)
+        u_BT = uniforms(noise.seed, noise.request_B, noise.position_B, STREAM_VERIFY, logits_BTV.shape[1])
+        return accept_block(drafted_BK, q_BKV, num_drafted_B, logits_BTV, u_BT[:, 1:], u_BT[:, 0])

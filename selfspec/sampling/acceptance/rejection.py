@@ -14,12 +14,12 @@ from torch import Tensor
 from selfspec.sampling import faults
 from selfspec.sampling.acceptance.verdict import Verdict, at, leading
 from selfspec.sampling.distribution import draw, probabilities
-from selfspec.sampling.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL, NoiseKey, uniforms
+from selfspec.sampling.noise import STREAM_DRAFT, STREAM_VERIFY, NoiseKey, uniforms
 
 
 def accepted(p_x: Tensor, q_x: Tensor, u: Tensor) -> Tensor:
     """bool: draft x stands, given p(x), q(x) and a uniform u in (0, 1), all in the same shape. NaN never stands."""
-    return u * q_x < p_x
+    return u * q_x.double() < p_x
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
@@ -88,7 +88,5 @@ class Rejection:
     def accept(
         self, drafted_BK: Tensor, q_BKV: Tensor | None, num_drafted_B: Tensor, logits_BTV: Tensor, noise: NoiseKey
     ) -> Verdict:
-        key = (noise.seed, noise.request_B, noise.position_B)
-        u_accept_BK = uniforms(*key, STREAM_ACCEPT, drafted_BK.shape[1])
-        u_residual_B = uniforms(*key, STREAM_RESIDUAL, 1)[:, 0]
-        return accept_rejection(drafted_BK, q_BKV, num_drafted_B, logits_BTV, u_accept_BK, u_residual_B)
+        u_BT = uniforms(noise.seed, noise.request_B, noise.position_B, STREAM_VERIFY, logits_BTV.shape[1])
+        return accept_rejection(drafted_BK, q_BKV, num_drafted_B, logits_BTV, u_BT[:, 1:], u_BT[:, 0])

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from selfspec.sampling import faults
+from selfspec.sampling.acceptance.rejection import accepted
 from selfspec.sampling.acceptance.verdict import at
 from selfspec.sampling.distribution import draw, probabilities
 
@@ -97,7 +98,7 @@ def accept_without_replacement(
             p_x_B, q_x_B = p_BV.gather(1, x_B1)[:, 0], q_BV.gather(1, x_B1)[:, 0]
             impossible_B = tested_B & ~(q_x_B > 0) & (fault_B == faults.OK)
             fault_B = torch.where(impossible_B, faults.IMPOSSIBLE_DRAFT, fault_B)
-            stands_B = tested_B & (u_accept_BDC[:, level, c] * q_x_B < p_x_B)
+            stands_B = tested_B & accepted(p_x_B, q_x_B, u_accept_BDC[:, level, c])
             rejected_B1 = (tested_B & ~stands_B)[:, None]
             p_BV = torch.where(rejected_B1, residual(p_BV, q_BV), p_BV)
             q_BV = torch.where(rejected_B1, without(q_BV, x_B1), q_BV)

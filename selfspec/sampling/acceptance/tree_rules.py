@@ -21,7 +21,7 @@ from selfspec.sampling.acceptance.tree import (
     follow,
 )
 from selfspec.sampling.distribution import probabilities
-from selfspec.sampling.noise import STREAM_ACCEPT, STREAM_RESIDUAL, STREAM_TREE, NoiseKey, gumbel, uniforms
+from selfspec.sampling.noise import STREAM_TREE, STREAM_VERIFY, NoiseKey, gumbel, uniforms
 from selfspec.sampling.settings import Sampling
 
 
@@ -88,10 +88,10 @@ class RejectionTree:
     def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
         key = (noise.seed, noise.request_B, noise.position_B)
         if tree.q_BNV is None:
-            return accept_certain(tree, logits_BNV, uniforms(*key, STREAM_ACCEPT, tree.depth + 1))
+            return accept_certain(tree, logits_BNV, uniforms(*key, STREAM_VERIFY, tree.depth + 1))
         B, _, C = tree.children_BNC.shape
-        u_accept_BDC = uniforms(*key, STREAM_ACCEPT, tree.depth * C).reshape(B, tree.depth, C)
-        return accept_without_replacement(tree, logits_BNV, u_accept_BDC, uniforms(*key, STREAM_RESIDUAL, 1)[:, 0])
+        u_BU = uniforms(*key, STREAM_VERIFY, 1 + tree.depth * C)
+        return accept_without_replacement(tree, logits_BNV, u_BU[:, 1:].reshape(B, tree.depth, C), u_BU[:, 0])
 
 
 def build_tree_rule(acceptance: str, sampling: Sampling) -> TreeRule:

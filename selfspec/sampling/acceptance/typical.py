@@ -14,7 +14,7 @@ from torch import Tensor
 from selfspec.sampling import faults
 from selfspec.sampling.acceptance.verdict import Verdict, at, leading
 from selfspec.sampling.distribution import draw, probabilities
-from selfspec.sampling.noise import STREAM_RESIDUAL, NoiseKey, uniforms
+from selfspec.sampling.noise import STREAM_VERIFY, NoiseKey, uniforms
 
 EPSILON, DELTA = 0.09, 0.3
 
@@ -46,5 +46,5 @@ class Typical:
     def accept(
         self, drafted_BK: Tensor, q_BKV: Tensor | None, num_drafted_B: Tensor, logits_BTV: Tensor, noise: NoiseKey
     ) -> Verdict:
-        u_B = uniforms(noise.seed, noise.request_B, noise.position_B, STREAM_RESIDUAL, 1)[:, 0]
+        u_B = uniforms(noise.seed, noise.request_B, noise.position_B, STREAM_VERIFY, 1)[:, 0]
         return accept_typical(drafted_BK, num_drafted_B, logits_BTV, u_B)
