@@ -88,10 +88,10 @@ class Decoder:
 
     def _rows_for(self, capacity: int, eos: Sequence[int]) -> Rows:
         if self.rows is None or self.rows.capacity < capacity:
-            self.capacity = max(self.capacity, capacity)
             self.rows = None  # free the old allocation first
-            self.rows = Rows(self.target, self.max_batch_rows, self.capacity)
-            self.drafter.start(self.rows)
+            rows = Rows(self.target, self.max_batch_rows, max(self.capacity, capacity))
+            self.drafter.start(rows)  # may refuse: nothing is kept then
+            self.rows, self.capacity = rows, rows.capacity
         self.rows.set_eos(eos)
         return self.rows
 
