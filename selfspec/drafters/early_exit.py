@@ -55,18 +55,16 @@ class EarlyExit:
         """Nothing to do: the target's prefill has written layers [0, E) already."""
 
     def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        tokens: list[Tensor] = []
         q: list[Tensor | None] = []
         hidden: list[Tensor] = []
         for step in range(num_drafted + 1):
             hidden_B1M = self.target.embed(rows.window(step, 1))
             hidden.append(self.target.run_layers(hidden_B1M, 0, self.exit_layer, rows.open(step, 1)))
             if step < num_drafted:  # the last drafted token is run, but nothing is drafted from it
-                token_B, q_BV = sampler.draw(rows, step, self.target.head(hidden[-1])[:, 0])
-                tokens.append(token_B)
+                _, q_BV = sampler.draw(rows, step, self.target.head(hidden[-1])[:, 0])
                 q.append(q_BV)
         return Draft(
-            tokens_BK=torch.stack(tokens, 1),
+            tokens_BK=rows.window(1, num_drafted),
             num_drafted_B=torch.full_like(rows.lengths_B, num_drafted),
             q_BKV=stack_q(q),
             hidden_BTM=torch.cat(hidden, 1),

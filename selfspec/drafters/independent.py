@@ -62,17 +62,15 @@ class Independent:
             self.model.run_layers(self.model.embed(token_ids_1T), 0, self.model.num_layers, pass_)
 
     def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        tokens: list[Tensor] = []
         q: list[Tensor | None] = []
         for step in range(num_drafted):
             first, width = (-1, 2) if step == 0 else (step, 1)
             pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
             hidden_BTM = self.model.embed(rows.window(first, width))
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            token_B, q_BV = sampler.draw(rows, step, self.model.head(hidden_BTM[:, -1:])[:, 0])
-            tokens.append(token_B)
+            _, q_BV = sampler.draw(rows, step, self.model.head(hidden_BTM[:, -1:])[:, 0])
             q.append(q_BV)
-        return Draft(torch.stack(tokens, 1), torch.full_like(rows.lengths_B, num_drafted), stack_q(q))
+        return Draft(rows.window(1, num_drafted), torch.full_like(rows.lengths_B, num_drafted), stack_q(q))
 
 
 def _cache_of(rows: Rows) -> KVCache:
