@@ -51,13 +51,16 @@ class Sampler:
     def alpha(self, draft: Draft, logits_BTV: Tensor, verdict: Verdict) -> Tensor:
         """`[B, 2]` float64: Σ over the tested positions of α = Σ_v min(p, q), and how many positions were tested.
 
-        Tested are the accepted drafts and the first rejected one. Where the rule decides without q (greedy, coupled),
-        a position counts 1 or 0, which has the same mean.
+        Tested are the accepted drafts and the first rejected one. At temperature 0, p and q are one-hot and a position
+        counts 1 or 0. Where the rule draws without making q (coupled, typical) nothing is measured: how often its
+        drafts stand is not α.
         """
         num_drafted = draft.tokens_BK.shape[1]
         count_B = torch.minimum(verdict.num_accepted_B + 1, draft.num_drafted_B)
-        if not self.rule.needs_q or num_drafted == 0:
+        if self.rule.name == "greedy":
             return torch.stack([verdict.num_accepted_B, count_B], 1).double()
+        if not self.rule.needs_q or num_drafted == 0:
+            return torch.zeros(len(count_B), 2, dtype=torch.float64, device=count_B.device)
         p_BKV = torch.softmax(logits_BTV[:, :num_drafted], -1, dtype=torch.float32)
         if draft.q_BKV is None:  # one-hot q: Σ_v min(p, q) is p of the drafted token
             overlap_BK = p_BKV.gather(-1, draft.tokens_BK[..., None])[..., 0]
