@@ -101,13 +101,15 @@ def hand_out(
     """Append what a round committed to its request's output; True when the request is finished."""
     request, output = running.request, running.output
     num_before = len(output.token_ids)
-    raise_for(report.error, row=request.index, position=len(request.prompt_ids) + num_before)
     rows.advance(row, report.emitted_ids)
-    output.token_ids += report.emitted_ids
-    output.alpha_sum += report.alpha_sum
-    output.alpha_count += report.alpha_count
+    output.token_ids += report.emitted_ids[: report.num_sound]
     num_emitted = report.num_emitted
     cut = stop.cut(request.index, output.token_ids, num_before)
+    if cut is None and report.num_sound < num_emitted:
+        raise_for(report.error, row=request.index, position=len(request.prompt_ids) + num_before)
+    if not report.error:
+        output.alpha_sum += report.alpha_sum
+        output.alpha_count += report.alpha_count
     if cut is not None:
         del output.token_ids[cut:]
         num_emitted = cut - num_before

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import Pass
+from selfspec.sampling.faults import fault_offset
 from selfspec.target import Target
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class RoundReport:
     alpha_count: int
     drafted_ids: list[int]
     emitted_ids: list[int]
+
+    @property
+    def num_sound(self) -> int:
+        """Emitted tokens in front of a fault. One behind the end is never met without speculation, and is none."""
+        return min(self.num_emitted, fault_offset(self.error)) if self.error else self.num_emitted
 
     @classmethod
     def parse(cls, columns: list[float]) -> RoundReport:
