@@ -139,7 +139,7 @@ def fuse(target: Target, reload: Callable[[], Any] | None = None) -> bool:
     if reload is not None and not target.tied:
         _release(target.head_module)
     packed_bytes = head.nbytes + sum(layer.nbytes for layer in fused)
-    target.set_layers(fused, head, parameter_bytes(target.hf_model) + packed_bytes)
+    target.set_layers(fused, head, parameter_bytes(target.hf_model) + packed_bytes, packed_bytes)
     if reload is not None:
         target.release_model(reload)
     return True

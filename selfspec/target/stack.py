@@ -58,6 +58,7 @@ class Target:
         self._cache_argument = _cache_argument(self.layers[0])
         self._rotary_table: tuple[Tensor, Tensor] | None = None
         self.weight_bytes = parameter_bytes(model)
+        self.step_bytes = self.weight_bytes - (0 if self.tied else parameter_bytes(attrgetter(family.embed)(view)))
         self.eos_token_ids = generation_eos_ids(model, config)
         check_weights(model)
 
@@ -69,10 +70,14 @@ class Target:
             self._model = self.reload()
         return self._model
 
-    def set_layers(self, layers: Sequence[Any], head: Any, weight_bytes: int) -> None:
-        """Run these callables instead of transformers' layers and head: same arguments, same results."""
+    def set_layers(self, layers: Sequence[Any], head: Any, weight_bytes: int, step_bytes: int) -> None:
+        """Run these callables instead of transformers' layers and head: same arguments, same results.
+
+        weight_bytes: what is held in memory; step_bytes: what one decoding step reads of it.
+        """
         assert len(layers) == self.num_layers
-        self.layers, self._head, self.weight_bytes = list(layers), head, weight_bytes
+        self.layers, self._head = list(layers), head
+        self.weight_bytes, self.step_bytes = weight_bytes, step_bytes
 
     def release_model(self, reload: Callable[[], Any]) -> None:
         """Forget the transformers model: its weights live on in packed layers."""
