@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_rejection_acceptance import ALPHA, TRANSFORMS, V, chi2_pvalue
-from toy_decoder import exact_probabilities, table_model, toy_decode
+from toy_decoder import ALPHA, TRANSFORMS, V, chi2_pvalue, exact_probabilities, table_model, toy_decode
 
-from selfspec.sampling import NoiseKey, Sampling, build_transforms, faults
+from selfspec.sampling import NoiseKey, build_transforms, faults
 from selfspec.sampling.acceptance.block import Block, accept_block
 from selfspec.sampling.acceptance.rejection import accept_rejection
 from selfspec.sampling.exact import expected_emitted, output_distribution, target_distribution
@@ -104,8 +103,3 @@ def test_certain_drafts_and_no_drafts() -> None:
     none = torch.zeros(1, 0)
     verdict = accept_block(none.long(), None, torch.tensor([0]), logits[:, :1], none.double(), u(0.21)[0])
     assert (int(verdict.num_accepted_B), int(verdict.next_token_B)) == (0, 1)
-
-
-def test_settings_used_here_sample() -> None:
-    assert all(not sampling.greedy for sampling in TRANSFORMS.values())
-    assert Sampling().greedy

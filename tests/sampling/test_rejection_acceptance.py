@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
-from toy_decoder import exact_probabilities, outcome_index, table_model, toy_decode
+from toy_decoder import ALPHA, TRANSFORMS, V, chi2_pvalue, exact_probabilities, table_model, toy_decode
 
-from selfspec.sampling import NoiseKey, Sampling, Verdict, build_transforms
+from selfspec.sampling import NoiseKey, Verdict, build_transforms
 from selfspec.sampling.acceptance.rejection import Rejection, accept_rejection, accepted, residual
 from selfspec.sampling.exact_device import replay_chain
 from selfspec.sampling.exact_rules import play_rejection, play_rejection_certain
 from selfspec.sampling.games import GAMES
 
-ALPHA = 1e-6  # false-alarm rate of each statistical test below
 TINY, ALMOST_ONE = 2.0**-53, 1 - 2.0**-53
 
 
@@ -123,30 +121,7 @@ def test_replay_notices_a_wrong_residual_and_a_bent_threshold() -> None:
         assert replay_chain("control", GAMES[0], play_rejection, wrong).mismatches
 
 
-V, K, NEW = 5, 3, 3
-TRANSFORMS = {
-    "plain": Sampling(temperature=1.0),
-    "temperature": Sampling(temperature=0.7),
-    "top_k": Sampling(temperature=1.0, top_k=3),
-    "top_p": Sampling(temperature=1.2, top_p=0.8),
-    "min_p": Sampling(temperature=1.0, min_p=0.15),
-    "penalties": Sampling(
-        temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4, no_repeat_ngram_size=2
-    ),
-    "bias": Sampling(temperature=1.0, logit_bias={1: 1.0}, suppress_tokens=(3,)),
-}
-
-
-def chi2_pvalue(tokens: Tensor, expected: Tensor) -> float:
-    """Goodness of fit of outcomes to exact probabilities; rare outcomes (expected below 5) are pooled."""
-    counts = torch.bincount(outcome_index(tokens, V), minlength=len(expected)).double()
-    expected = expected * len(tokens)
-    assert counts[expected == 0].sum() == 0, "an impossible output came out"
-    rare = expected < 5
-    f_obs = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    f_exp = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    keep = f_exp > 0
-    return float(stats.chisquare(f_obs[keep].numpy(), f_exp[keep].numpy(), sum_check=False).pvalue)
+K, NEW = 3, 3
 
 
 @pytest.mark.parametrize("certain", [False, True], ids=["drawn", "certain"])

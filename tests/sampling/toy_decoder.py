@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Callable
 
 import torch
+from scipy import stats
 from torch import Tensor
 
-from selfspec.sampling import NoiseKey, Prefix, Rule, Transforms, raise_for
+from selfspec.sampling import NoiseKey, Prefix, Rule, Sampling, Transforms, raise_for
 
 Model = Callable[[Tensor, Tensor], Tensor]  # tokens [B, S], index of the last token [B] -> logits [B, V]
 
@@ -97,3 +98,30 @@ def exact_probabilities(
 def outcome_index(new_tokens: Tensor, vocab_size: int) -> Tensor:
     powers = vocab_size ** torch.arange(new_tokens.shape[1] - 1, -1, -1)
     return (new_tokens * powers).sum(1)
+
+
+V = 5
+ALPHA = 1e-6  # false-alarm rate of each statistical test of whole outputs
+TRANSFORMS = {
+    "plain": Sampling(temperature=1.0),
+    "temperature": Sampling(temperature=0.7),
+    "top_k": Sampling(temperature=1.0, top_k=3),
+    "top_p": Sampling(temperature=1.2, top_p=0.8),
+    "min_p": Sampling(temperature=1.0, min_p=0.15),
+    "penalties": Sampling(
+        temperature=1.0, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.4, no_repeat_ngram_size=2
+    ),
+    "bias": Sampling(temperature=1.0, logit_bias={1: 1.0}, suppress_tokens=(3,)),
+}
+
+
+def chi2_pvalue(tokens: Tensor, expected: Tensor) -> float:
+    """Goodness of fit of outcomes to exact probabilities; rare outcomes (expected below 5) are pooled."""
+    counts = torch.bincount(outcome_index(tokens, V), minlength=len(expected)).double()
+    expected = expected * len(tokens)
+    assert counts[expected == 0].sum() == 0, "an impossible output came out"
+    rare = expected < 5
+    f_obs = torch.cat([counts[~rare], counts[rare].sum()[None]])
+    f_exp = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    keep = f_exp > 0
+    return float(stats.chisquare(f_obs[keep].numpy(), f_exp[keep].numpy(), sum_check=False).pvalue)
