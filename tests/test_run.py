@@ -204,6 +204,45 @@ def test_several_turns_continue_from_the_same_answers(compare, tmp_path: Path) -
     assert len({record.num_prompt_tokens for record in run.prompts if record.prompt_id == "a#2"}) == 1
 
 
+def test_a_tracker_mirrors_config_rounds_results_and_summary(compare) -> None:
+    summary, folder = compare("tracking=jsonl")
+    events = [json.loads(line) for line in (folder / "tracking.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start" and kinds[-2:] == ["summary", "finish"]
+    assert events[0]["config"]["target"]["name"] == "random-tiny"
+    assert kinds.count("prompt") == NUM_RESULTS
+    assert kinds.count("round") == sum(len(record.rounds) for record in read_run(folder).prompts)
+    assert events[-1]["exit_code"] == 0
+    assert events[-2]["values"]["methods"]["ar"]["num_tokens"] == summary["methods"]["ar"]["num_tokens"]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline_needs_no_account(compare) -> None:
+    _, folder = compare("tracking=wandb_offline")
+    assert list(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert read_run(folder).finished
+
+
+@pytest.mark.slow
+def test_watching_one_prompt_prints_its_text_and_a_summary_line(tmp_path: Path) -> None:
+    overrides = ["prompt=hello", "target=random-tiny", "drafter=early_exit", "drafter.exit_layer=2", "max_new_tokens=9"]
+    command = [sys.executable, str(REPO / "experiments" / "generate.py"), *overrides, "runtime=cpu_float32"]
+    done = subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("9 tokens in ")
+    assert "ended by length" in last
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_one_bad_job_of_a_sweep_does_not_stop_the_others(tmp_path: Path) -> None:
+    done = _run(tmp_path, "measure.max_prompts=1", "drafters.early_exit.exit_layer=2,9,3", "--multirun")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: exit_layer=9")
+    assert len(list(tmp_path.rglob("DONE"))) == 2
+
+
 # ---- bad input
 
 BAD_INPUT = {
