@@ -2,8 +2,8 @@
 
 The R query heads that share one key/value head are folded into extra query rows, `[B, G, R*T, D]`, so keys and values
 are read once and never expanded (`repeat_kv` would read and write R times the cache). The mask always comes from
-`selfspec.cache.Pass.mask`, already repeated R times. The registry is the extension point transformers documents; the
-model's own `_attn_implementation` is left alone (see `selfspec.target.views`).
+`selfspec.cache.Pass.mask`, already repeated R times and with the sliding window in it. The registry is the extension
+point transformers documents; the model's own `_attn_implementation` is left alone (see `selfspec.target.views`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from selfspec.errors import UserError
 
 IMPLEMENTATION = "selfspec_shared_cache"
 
@@ -23,13 +25,26 @@ def grouped_attention(
     value_BGSD: Tensor,
     attention_mask: Tensor,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_kwargs: object,
 ) -> tuple[Tensor, None]:
-    """softmax(q·kᵀ·scaling + mask)·v for grouped heads -> `[B, T, H, D]`. `attention_mask`: `[B, 1, R*T, S]`."""
+    """softmax(q·kᵀ·scaling + mask)·v for grouped heads -> `[B, T, H, D]`. `attention_mask`: `[B, 1, R*T, S]`.
+
+    With `softcap` the scores are cap·tanh(scores / cap) before the mask (Gemma 2). UserError for attention sinks
+    (`s_aux`), which need a term of their own in the softmax.
+    """
+    if s_aux is not None:
+        raise UserError(f"{type(module).__name__} has attention sinks, which the shared cache does not support.")
     rows, num_heads, width, _ = query_BHTD.shape
     num_groups = key_BGSD.shape[1]
     folded = query_BHTD.reshape(rows, num_groups, num_heads // num_groups * width, -1)
-    out = F.scaled_dot_product_attention(folded, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=scaling)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=scaling)
+    else:
+        scores = folded @ key_BGSD.transpose(-1, -2) * (folded.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / softcap) * softcap + attention_mask
+        out = torch.softmax(scores, -1, dtype=torch.float32).to(value_BGSD.dtype) @ value_BGSD
     return out.reshape(rows, num_heads, width, -1).transpose(1, 2), None
 
 

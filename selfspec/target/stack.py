@@ -18,17 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from selfspec.cache import KVCache, LayerShape, Pass
 from selfspec.errors import UserError
 from selfspec.sampling import Sampling
-from selfspec.target.families import family_of, layer_windows
+from selfspec.target.attention import IMPLEMENTATION
+from selfspec.target.families import family_of, length_dependent, max_positions
 from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.views import module_view
 from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
-
-# rotary tables that depend on the length of the sequence so far: exact only while the first table is in use
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 class Target:
@@ -37,30 +36,38 @@ class Target:
     """
 
     def __init__(self, model: Any, tokenizer: Any | None = None, name: str = "wrapped") -> None:
-        config = model.config.get_text_config()
+        config = model.config
         family = family_of(config)
         self._model: Any | None = model
         self.reload: Callable[[], Any] | None = None  # loads the plain model again, where its weights were packed away
         self.config = config
         self.tokenizer = tokenizer
         self.name = name
-        view = module_view(model).eval()
-        self._embed: Callable[[Tensor], Tensor] = attrgetter(family.embed)(view)
-        self.layers: list[Any] = list(attrgetter(family.layers)(view))
-        self._norm: nn.Module = attrgetter(family.norm)(view)
-        self._rotary: nn.Module = attrgetter(family.rotary)(view)
-        self._head: Any = attrgetter(family.head)(view)
+        self.family = family
+        view = module_view(model, family.attention).eval()
+        self._embed: nn.Module = _part(view, family.embed)
+        self.layers: list[Any] = list(_part(view, family.layers))
+        self._norm: nn.Module = _part(view, family.norm) or nn.Identity()
+        self._rotary: nn.Module | None = _part(view, family.rotary) if family.rotary else None
+        self._head: Any = _part(view, family.head)
+        self._positions: Any = _part(view, family.learned_positions) if family.learned_positions else None
+        self._embed_scale = family.embed_scale(config)
         self.head_module: Any = self._head
         self.vocab_size: int = self.head_weight_VM.shape[0]
         self.dtype: torch.dtype = self.head_weight_VM.dtype
         self.device: torch.device = self.head_weight_VM.device
-        self.windows = layer_windows(config, len(self.layers))
+        self.windows = [family.window(config, index) for index in range(len(self.layers))]
         self._cache_argument = _cache_argument(self.layers[0])
-        self._rotary_table: tuple[Tensor, Tensor] | None = None
+        self._rotary_tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.weight_bytes = parameter_bytes(model)
-        self.step_bytes = self.weight_bytes - (0 if self.tied else parameter_bytes(attrgetter(family.embed)(view)))
+        self.step_bytes = self.weight_bytes - (0 if self.tied else parameter_bytes(self._embed))
         self.eos_token_ids = generation_eos_ids(model, config)
         check_weights(model)
+        if len(self.layers) != config.num_hidden_layers:
+            raise UserError(
+                f"the model has {len(self.layers)} layers, its configuration says {config.num_hidden_layers}; "
+                "transformers would run fewer of them. Set config.num_hidden_layers to the number of layers."
+            )
 
     @property
     def hf_model(self) -> Any:
@@ -78,6 +85,7 @@ class Target:
         assert len(layers) == self.num_layers
         self.layers, self._head = list(layers), head
         self.weight_bytes, self.step_bytes = weight_bytes, step_bytes
+        self._cache_argument = "cache"  # what our own layers call it
 
     def release_model(self, reload: Callable[[], Any]) -> None:
         """Forget the transformers model: its weights live on in packed layers."""
@@ -105,47 +113,49 @@ class Target:
 
     @cached_property
     def queries_per_group(self) -> int:
-        """Query heads per key/value head."""
+        """Query heads per key/value head, folded into query rows; 1 where the layers' own attention expands them."""
+        if self.family.attention != IMPLEMENTATION:
+            return 1
         return self.config.num_attention_heads // self.layer_shapes[0].num_kv_heads
 
     @cached_property
     def layer_shapes(self) -> list[LayerShape]:
-        config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return [LayerShape(num_kv_heads, head_dim)] * self.num_layers
+        return [LayerShape(*self.family.heads(self.config))] * self.num_layers
 
     @cached_property
     def max_positions(self) -> int:
         """The longest sequence (prompt and output, in tokens) this model is decoded at."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") in LENGTH_DEPENDENT_ROPE:
-            return rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
-        return self.config.max_position_embeddings
+        return max_positions(self.config)
 
     def make_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(self.layer_shapes, rows, capacity, self.dtype, self.device)
 
     def embed(self, token_ids_BT: Tensor) -> Tensor:
-        """Token ids -> the hidden states that enter layer 0, `[B, T, M]`."""
-        return self._embed(token_ids_BT)
+        """Token ids -> their embeddings, `[B, T, M]`, scaled as the model scales them. Learned positions are added by
+        layer 0's pass, which knows them.
+        """
+        embedded_BTM = self._embed(token_ids_BT)
+        return embedded_BTM if self._embed_scale == 1.0 else embedded_BTM * self._embed_scale
 
     def run_layers(self, hidden_BTM: Tensor, first: int, last: int, pass_: Pass) -> Tensor:
         """Layers [first, last) at the positions of `pass_`, writing their keys and values into its cache."""
-        rotary = self._rotary_at(pass_.positions_BT, pass_.cache.num_slots, hidden_BTM)
+        if first == 0 < last and self._positions is not None:
+            hidden_BTM = hidden_BTM + self._position_embeddings(pass_)
         for index in range(first, last):
-            hidden_BTM = self.layers[index](
+            output = self.layers[index](
                 hidden_BTM,
                 attention_mask=pass_.mask(self.windows[index], self.queries_per_group, hidden_BTM.dtype),
                 position_ids=pass_.positions_BT,
-                position_embeddings=rotary,
+                position_embeddings=self._rotary_at(index, pass_, hidden_BTM),
                 **{self._cache_argument: pass_},
+                **self.family.layer_arguments,
             )
+            hidden_BTM = output[0] if isinstance(output, tuple) else output
         return hidden_BTM
 
     def head(self, hidden_BTM: Tensor) -> Tensor:
-        """Final norm and LM head, `[B, T, V]` in the model's dtype."""
-        return self._head(self._norm(hidden_BTM))
+        """Final norm and LM head, `[B, T, V]` in the model's dtype, scaled or soft-capped as the model does it."""
+        return self.family.finish_logits(self._head(self._norm(hidden_BTM)), self.config)
 
     def hf_generate(
         self,
@@ -158,16 +168,46 @@ class Target:
         """Plain `generate` of the wrapped model, timed: see `selfspec.target.hf_baseline`."""
         return hf_generate(self, prompt_ids, max_new_tokens, sampling, eos_token_ids, seed)
 
-    def _rotary_at(self, positions_BT: Tensor, num_slots: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of each position, indexed from a table made once by the model's own rotary module."""
-        table = self._rotary_table
+    def _position_embeddings(self, pass_: Pass) -> Tensor:
+        """Learned positions `[B, T, M]`. Drafts past the end of the table are never kept, and get its last row."""
+        positions_BT = pass_.positions_BT.clamp(max=self.max_positions - 1)
+        return functional.embedding(positions_BT + self.family.position_offset, self._positions.weight)
+
+    def _rotary_at(self, index: int, pass_: Pass, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of each position for one layer, looked up once per pass and kind of layer."""
+        if self._rotary is None:
+            return None
+        kind = self.config.layer_types[index] if self.family.rotary_by_layer_type else None
+
+        def look_up() -> tuple[Tensor, Tensor]:
+            cos_SD, sin_SD = self._rotary_table(kind, pass_.cache.num_slots, hidden)
+            return cos_SD[pass_.positions_BT], sin_SD[pass_.positions_BT]
+
+        return pass_.once(("rotary", id(self), kind), look_up)
+
+    def _rotary_table(self, kind: str | None, num_slots: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every slot, made once by the model's own rotary module."""
+        table = self._rotary_tables.get(kind)
         if table is None or table[0].shape[0] < num_slots or table[0].dtype != hidden.dtype:
+            assert self._rotary is not None
             reach = torch.arange(num_slots, device=hidden.device)
-            if self.max_positions < num_slots and self.config.rope_parameters.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            if length_dependent(self.config):  # past the end lie drafts that are never kept
                 reach = reach.clamp(max=self.max_positions - 1)
-            cos_1SD, sin_1SD = self._rotary(hidden, reach[None])
-            table = self._rotary_table = (cos_1SD[0], sin_1SD[0])
-        return table[0][positions_BT], table[1][positions_BT]
+            arguments = () if kind is None else (kind,)
+            cos_1SD, sin_1SD = self._rotary(hidden, reach[None], *arguments)
+            table = self._rotary_tables[kind] = (cos_1SD[0], sin_1SD[0])
+        return table
+
+
+def _part(view: nn.Module, path: str) -> Any:
+    """The submodule at `path`; UserError for a model that is not a causal LM of its family."""
+    try:
+        return attrgetter(path)(view)
+    except AttributeError as error:
+        raise UserError(
+            f"{type(view).__name__} has no {path!r}: it is not the causal LM of its model type. Wrap a "
+            "...ForCausalLM (or GPT2LMHeadModel), without adapters or wrappers around it."
+        ) from error
 
 
 def _cache_argument(layer: nn.Module) -> str:

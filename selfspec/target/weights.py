@@ -26,14 +26,32 @@ def generation_eos_ids(model: Any, config: Any) -> tuple[int, ...]:
 
 
 def check_weights(model: Any) -> None:
-    """One device, one floating dtype, no fp16 on CPU: what the engine's single cache and its kernels rely on."""
+    """One device, one floating dtype, no fp16 on CPU, all finite: what the engine's single cache and its kernels rely
+    on. Reads every weight once.
+    """
     devices = {str(parameter.device) for parameter in model.parameters()}
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(devices) > 1:
         raise UserError(f"the model's parameters lie on {sorted(devices)}; move it to one device with model.to(...)")
+    if devices == {"meta"}:
+        raise UserError("the model's parameters lie on the meta device: its weights were never loaded")
     if len(dtypes) > 1:
         raise UserError(
             f"the model's parameters have dtypes {sorted(map(str, dtypes))}; convert it with model.to(dtype)"
         )
     if dtypes == {torch.float16} and devices == {"cpu"}:
         raise UserError("float16 on a CPU is not supported; use dtype='float32' or dtype='bfloat16'")
+    if broken := not_finite(model):
+        raise UserError(
+            f"{len(broken)} of the model's parameters hold NaN or infinite values, the first is {broken[0]}; "
+            "the checkpoint is damaged or was converted to a dtype too small for it"
+        )
+
+
+@torch.inference_mode()
+def not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters with a NaN or infinite value, found by their extremes (NaN wins both); one host read."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
+    extremes = torch.stack([torch.stack(parameter.aminmax()).float() for _, parameter in named])
+    finite = torch.isfinite(extremes).all(1).tolist()
+    return [name for (name, _), fine in zip(named, finite, strict=True) if not fine]
