@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from selfspec.decoding.loop import RoundEvent, run_requests
-from selfspec.decoding.requests import Output, Prompt, Request, check_length, encode_prompt
+from selfspec.decoding.requests import (
+    Output,
+    Prompt,
+    Request,
+    arrival_times,
+    check_length,
+    encode_prompt,
+    token_counts,
+)
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
@@ -44,7 +52,7 @@ class Decoder:
         self,
         prompts: Sequence[Prompt],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | Sequence[int] = 128,
         lookahead: int | str | dict[str, Any] | Lookahead = 4,
         sampling: Sampling | None = None,
         acceptance: str = "auto",
@@ -55,27 +63,30 @@ class Decoder:
         ignore_eos: bool = False,
         on_round: Callable[[RoundEvent], None] | None = None,
         reuse: bool = False,
+        arrivals_s: Sequence[float] | None = None,
     ) -> list[Output]:
         """Decode all prompts (text, token ids or chats, mixed); outputs in their order.
 
+        max_new_tokens: one for all, or one per prompt. arrivals_s: when each prompt comes in, in seconds after this
+        call (None: all are there).
         Raises UserError for anything that cannot be honoured, before the model runs.
         """
         target = self.target
         sampling = sampling if sampling is not None else Sampling()
-        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={max_new_tokens!r} is not possible: allowed is a whole number, 1 or more.")
         if isinstance(prompts, str):
             raise UserError("prompts is a list of prompts; given: one text. Write [text].")
+        counts = token_counts(max_new_tokens, len(prompts))
+        arrivals = arrival_times(arrivals_s, len(prompts))
         policy = lookahead_for(self.drafter, lookahead)
         rule = build_rule(acceptance, sampling)
         sampler = Sampler(build_transforms(sampling, processors, target.vocab_size), rule, seed)
         stop = StopStrings(stop_strings or (), target.tokenizer)
         eos = () if ignore_eos else _eos_ids(target, eos_token_ids)
         requests = []
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, count, arrival_s) in enumerate(zip(prompts, counts, arrivals, strict=True)):
             prompt_ids = encode_prompt(target, prompt)
-            check_length(target, len(prompt_ids), max_new_tokens)
-            requests.append(Request(index, prompt_ids, max_new_tokens, noise_id=index))
+            check_length(target, len(prompt_ids), count)
+            requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
         rows = self._rows_for(capacity_for(self.drafter, policy, requests), eos)
@@ -101,7 +112,7 @@ def decode(
     drafter: Drafter | None,
     prompts: Sequence[Prompt],
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     lookahead: int | str | dict[str, Any] | Lookahead = 4,
     sampling: Sampling | None = None,
     acceptance: str = "auto",
@@ -115,8 +126,9 @@ def decode(
 ) -> list[Output]:
     """Decode `prompts` with `target`, drafting with `drafter` (None: autoregressively, same loop, same clock).
 
-    prompts: texts, token-id lists or chats, mixed, of any lengths. Outputs come in the same order. With greedy or
-    lossless acceptance the output is the target's own, whatever the drafter. Raises UserError before anything runs.
+    prompts: texts, token-id lists or chats, mixed, of any lengths. max_new_tokens: one for all, or one per prompt.
+    Outputs come in the same order. With greedy or lossless acceptance the output is the target's own, whatever the
+    drafter. Raises UserError before anything runs.
     """
     rows = min(max_batch_rows, max(len(prompts), 1)) if isinstance(max_batch_rows, int) else max_batch_rows
     return Decoder(target, drafter, rows).decode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,16 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclass
 class Request:
-    """One prompt on its way: its index in the call, its tokens, and the number that names it in the noise."""
+    """One prompt on its way: its index in the call, its tokens, and the number that names it in the noise.
+
+    It is not there before `arrival_s`, in seconds since the call began.
+    """
 
     index: int
     prompt_ids: list[int]
     max_new_tokens: int
     noise_id: int
+    arrival_s: float = 0.0
 
 
 @dataclass
@@ -34,11 +39,14 @@ class Output:
     rounds: list[RoundRecord] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_reused_tokens: int = 0  # prompt tokens whose keys and values were in the cache already
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0  # from the start of the prompt's prefill to the commit of the first round
+    prefill_s: float = 0.0  # from admission; with several rows, rounds of the others may lie in between
+    ttft_s: float = 0.0  # from admission to the commit of the first round
     decode_s: float = 0.0
     alpha_sum: float = 0.0  # Σ over tested positions of Σ_v min(p, q)
     alpha_count: int = 0
+    arrival_s: float = 0.0  # this, admission to a row, and the commit of each round: seconds since the call began
+    admitted_s: float = 0.0
+    commit_s: list[float] = field(default_factory=list)
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
@@ -96,3 +104,35 @@ def check_length(target: Target, num_prompt_tokens: int, max_new_tokens: int) ->
             f"{num_prompt_tokens + max_new_tokens} positions; {target.name} has {target.max_positions}. Allowed for "
             f"this prompt: max_new_tokens up to {max(target.max_positions - num_prompt_tokens, 0)}."
         )
+
+
+def token_counts(max_new_tokens: int | Sequence[int], num_prompts: int) -> list[int]:
+    """`max_new_tokens` of each prompt. UserError unless it is a whole number above 0, or one for each prompt."""
+    if isinstance(max_new_tokens, str) or not isinstance(max_new_tokens, Sequence):
+        _check_count("max_new_tokens", max_new_tokens)
+        return [max_new_tokens] * num_prompts
+    for index, count in enumerate(max_new_tokens):
+        _check_count(f"max_new_tokens[{index}]", count)
+    if len(max_new_tokens) != num_prompts:
+        raise UserError(
+            f"max_new_tokens holds {len(max_new_tokens)} numbers for {num_prompts} prompts: give one for each prompt, "
+            "or one number for all."
+        )
+    return list(max_new_tokens)
+
+
+def _check_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UserError(f"{name}={count!r} is not possible: allowed is a whole number, 1 or more.")
+
+
+def arrival_times(arrivals_s: Sequence[float] | None, num_prompts: int) -> list[float]:
+    """When each prompt comes in. UserError unless there is one time, 0 or later, for each prompt."""
+    if arrivals_s is None:
+        return [0.0] * num_prompts
+    if len(arrivals_s) != num_prompts:
+        raise UserError(f"arrivals_s holds {len(arrivals_s)} times for {num_prompts} prompts: give one for each.")
+    for index, arrival_s in enumerate(arrivals_s):
+        if isinstance(arrival_s, bool) or not isinstance(arrival_s, int | float) or not 0 <= arrival_s < math.inf:
+            raise UserError(f"arrivals_s[{index}]={arrival_s!r} is not possible: allowed are seconds, 0 or more.")
+    return [float(arrival_s) for arrival_s in arrivals_s]
