@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from selfspec.decoding import Decoder, Output, RoundEvent, decode
     from selfspec.drafters import build_drafter
     from selfspec.errors import UserError
+    from selfspec.hf import hf_generate
     from selfspec.sampling import Sampling
     from selfspec.target import Target, load_target, wrap_target
 
@@ -26,6 +27,7 @@ __all__ = [
     "UserError",
     "build_drafter",
     "decode",
+    "hf_generate",
     "load_target",
     "wrap_target",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "decode": "selfspec.decoding",
     "build_drafter": "selfspec.drafters",
     "UserError": "selfspec.errors",
+    "hf_generate": "selfspec.hf",
     "Sampling": "selfspec.sampling",
     "Target": "selfspec.target",
     "load_target": "selfspec.target",
