@@ -58,13 +58,13 @@ def ranked_ids(counts: np.ndarray, eos_ids: Iterable[int]) -> np.ndarray:
 
 
 def coverage(ids: np.ndarray, teachers: Iterable[Teacher]) -> float:
-    """Mean probability that the target gives to `ids`, over the kept tokens (a lower bound by what was not kept)."""
-    inside, positions = 0.0, 0
+    """Share of the target's kept probability that falls on `ids`."""
+    inside, kept = 0.0, 0.0
     for teacher in teachers:
         mass = np.exp(teacher.logp_AK.astype(np.float64))
         inside += float(mass[np.isin(teacher.ids_AK, ids)].sum())
-        positions += len(mass)
-    return inside / max(1, positions)
+        kept += float(mass.sum())
+    return inside / kept if kept else 0.0
 
 
 def write_draft_vocab(path: Path, ids: np.ndarray, counts: np.ndarray, target_fingerprint: str) -> None:
