@@ -21,7 +21,7 @@ def first_argmax(scores: Tensor) -> Tensor:
         return scores.argmax(dim=-1)
     if V % BLOCK:
         scores = torch.nn.functional.pad(scores, (0, BLOCK - V % BLOCK), value=-torch.inf)
-    blocks = scores.unflatten(-1, (-1, BLOCK))
+    blocks = scores.reshape(*scores.shape[:-1], -1, BLOCK)
     which = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
     inside = blocks.gather(-2, which[..., None].expand(*which.shape, BLOCK))[..., 0, :]
     return which[..., 0] * BLOCK + inside.argmax(dim=-1)

@@ -188,11 +188,7 @@ def replay_all(games: Sequence[Game], greedy_games: Sequence[Game]) -> list[Repl
         ("block", play_block, accept_block),
         ("typical", play_typical, lambda x, q, n, logits, u, last: accept_typical(x, n, logits, last)),
     ]
-    games = list(
-        {
-            (g.raw_target, g.raw_draft, g.transform, g.num_drafts, g.num_children, g.stop_draft): g for g in games
-        }.values()
-    )
+    games = distinct(games)
     replays = [replay_chain(name, game, play, rule) for name, play, rule in chain_rules for game in games]
     replays += [
         replay_chain("greedy", game, play_greedy, lambda x, q, n, logits, u, last: accept_greedy(x, n, logits))
@@ -201,6 +197,12 @@ def replay_all(games: Sequence[Game], greedy_games: Sequence[Game]) -> list[Repl
     replays += [replay_tree("tree, without replacement", g, play_tree_without_replacement, True) for g in games]
     replays += [replay_tree("tree, follow own draw", g, play_tree_follow, False) for g in games]
     return [*replays, replay_draw([game.p(()) for game in games] + [game.q(()) for game in games])]
+
+
+def distinct(games: Sequence[Game]) -> list[Game]:
+    """One game of each kind of first round: a replay sees neither EOS nor the length."""
+    rounds = {(g.raw_target, g.raw_draft, g.transform, g.num_drafts, g.num_children, g.stop_draft): g for g in games}
+    return list(rounds.values())
 
 
 def _certain_path(game: Game) -> Tokens:

@@ -13,7 +13,7 @@ from torch import Tensor
 from selfspec.errors import UserError
 
 OK, NAN_LOGITS, INFINITE_LOGITS, NOTHING_LEFT, BAD_DRAFT_DISTRIBUTION, IMPOSSIBLE_DRAFT = range(6)
-Q_SUM_TOLERANCE = 1e-3  # a softmax in half precision is off by less
+Q_SUM_TOLERANCE = 1e-4  # a float32 softmax is off by about 1e-6, one in half precision by more than this
 MESSAGES = {
     NAN_LOGITS: "the target's logits hold NaN: check the weights, the dtype and your processors",
     INFINITE_LOGITS: "the target's logits hold +inf: check the weights, the dtype and your processors",

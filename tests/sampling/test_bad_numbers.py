@@ -80,11 +80,24 @@ def test_a_q_that_is_not_a_distribution_is_reported(name: str) -> None:
         raise_for(int(verdict.error_B[0]), row=0, position=10)
 
 
-def test_a_q_in_half_precision_is_close_enough() -> None:
-    drafted_BK, q_BKV, logits_BTV, key = accepted_drafts("rejection")
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_a_q_in_half_precision_is_refused(name: str) -> None:
+    drafted_BK, q_BKV, logits_BTV, key = accepted_drafts(name)
     assert q_BKV is not None
-    half = q_BKV.half().float()
-    assert rule_of("rejection").accept(drafted_BK, half, torch.full((4,), K), logits_BTV, key).error_B.eq(0).all()
+    with pytest.raises(UserError, match="bfloat16.*biased"):
+        rule_of(name).accept(drafted_BK, q_BKV.bfloat16(), torch.full((4,), K), logits_BTV, key)
+    rounded = rule_of(name).accept(drafted_BK, q_BKV.bfloat16().float(), torch.full((4,), K), logits_BTV, key)
+    assert rounded.error_B.ne(0).all(), "rounding shows in the sum"
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_shapes_that_do_not_fit_are_refused(name: str) -> None:
+    drafted_BK, q_BKV, logits_BTV, key = accepted_drafts(name)
+    with pytest.raises(UserError, match=r"3 drafts in 4 rows need logits \[4, 4, V\], got \[4, 3, 8\]"):
+        rule_of(name).accept(drafted_BK, q_BKV, torch.full((4,), K), logits_BTV[:, :K], key)
+    if q_BKV is not None:
+        with pytest.raises(UserError, match="need q"):
+            rule_of(name).accept(drafted_BK, q_BKV[..., :-1], torch.full((4,), K), logits_BTV, key)
 
 
 def test_no_error_raises_nothing_and_every_kind_has_a_message() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from toy_decoder import table_model, toy_decode
 
 from selfspec.sampling import NoiseKey, Sampling, build_rule, build_transforms
 from selfspec.sampling.acceptance.greedy import Greedy, accept_greedy
+from selfspec.sampling.argmax import BLOCK, SMALL, first_argmax
 
 V = 6
 KEY = NoiseKey(0, torch.tensor([0]), torch.tensor([0]))
@@ -66,3 +68,15 @@ def test_a_drafter_equal_to_the_target_accepts_everything() -> None:
     verdict = rule.accept(tokens[:, :4], None, torch.tensor([4]), logits_BTV, KEY)
     assert verdict.num_accepted_B.tolist() == [4]
     assert torch.equal(verdict.next_token_B, tokens[:, 4])
+
+
+@pytest.mark.parametrize("vocab_size", [5, SMALL - 1, SMALL, SMALL + 1, SMALL + BLOCK, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blockwise_argmax_is_argmax_with_ties_nan_and_empty_rows(vocab_size: int, dtype: torch.dtype) -> None:
+    scores = torch.randn(7, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0] = scores[0].round()  # many ties
+    scores[1] = -torch.inf
+    scores[2, :, vocab_size // 2 :] = torch.nan
+    scores[3, :, -1] = torch.inf
+    scores[4] = 0
+    assert torch.equal(first_argmax(scores), scores.argmax(-1))

@@ -13,7 +13,7 @@ from selfspec.sampling import NoiseKey, Sampling, faults
 from selfspec.sampling.acceptance import tree as tree_module
 from selfspec.sampling.acceptance.tree import Tree, accept_certain, accept_without_replacement, residual, without
 from selfspec.sampling.acceptance.tree_rules import CoupledTree, GreedyTree, RejectionTree, build_tree_rule
-from selfspec.sampling.exact_device import replay_tree
+from selfspec.sampling.exact_device import distinct, replay_tree
 from selfspec.sampling.exact_rules import play_tree_follow, play_tree_without_replacement
 from selfspec.sampling.games import GAMES
 from selfspec.sampling.noise import STREAM_VERIFY, gumbel, uniforms
@@ -53,7 +53,7 @@ def full_tree(n: int, seed: int, drawn: bool) -> tuple[Tree, Tensor]:
     ("play", "drawn"), [(play_tree_without_replacement, True), (play_tree_follow, False)], ids=["drawn", "certain"]
 )
 def test_device_code_replays_every_branch_of_the_exact_rule(play, drawn: bool) -> None:
-    for game in GAMES:
+    for game in distinct(GAMES):
         if game.num_drafts < 3:
             assert replay_tree("tree", game, play, drawn).mismatches == []
 

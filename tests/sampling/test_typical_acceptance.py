@@ -9,7 +9,7 @@ from toy_decoder import exact_probabilities, outcome_index, table_model, toy_dec
 
 from selfspec.sampling import Sampling, build_transforms
 from selfspec.sampling.acceptance.typical import Typical, accept_typical, threshold
-from selfspec.sampling.exact_device import replay_chain
+from selfspec.sampling.exact_device import distinct, replay_chain
 from selfspec.sampling.exact_rules import play_typical
 from selfspec.sampling.games import GAMES
 
@@ -36,7 +36,7 @@ def test_padding_is_never_accepted() -> None:
 
 
 def test_device_code_replays_every_branch_of_the_exact_rule() -> None:
-    for game in GAMES:
+    for game in distinct(GAMES):
         rule = lambda x, q, n, logits, u, last: accept_typical(x, n, logits, last)  # noqa: E731
         assert replay_chain("typical", game, play_typical, rule).mismatches == []
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from selfspec.sampling import faults
 from selfspec.sampling.acceptance.rejection import sample_draft
-from selfspec.sampling.acceptance.verdict import Verdict, at, leading
+from selfspec.sampling.acceptance.verdict import Verdict, at, check_draft, leading
 from selfspec.sampling.distribution import draw, probabilities
 from selfspec.sampling.noise import STREAM_VERIFY, NoiseKey, uniforms
 
@@ -51,6 +51,7 @@ def accept_block(
 ) -> Verdict:
     """Judge a chain of drafts with given uniforms; u_accept[:, k] belongs to the node behind draft k."""
     B, K = drafted_BK.shape
+    check_draft(drafted_BK, q_BKV, logits_BTV)
     p_BTV = probabilities(logits_BTV)
     V = p_BTV.shape[-1]
     drafted_BK = drafted_BK.clamp(0, V - 1)

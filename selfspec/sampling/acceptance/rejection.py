@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.sampling import faults
-from selfspec.sampling.acceptance.verdict import Verdict, at, leading
+from selfspec.sampling.acceptance.verdict import Verdict, at, check_draft, leading
 from selfspec.sampling.distribution import draw, probabilities
 from selfspec.sampling.noise import STREAM_DRAFT, STREAM_VERIFY, NoiseKey, uniforms
 
@@ -38,6 +38,7 @@ def accept_rejection(
 ) -> Verdict:
     """Judge a chain of drafts with given uniforms. Faults are reported in the verdict's error_B."""
     K = drafted_BK.shape[1]
+    check_draft(drafted_BK, q_BKV, logits_BTV)
     p_BTV = probabilities(logits_BTV)
     drafted_BK = drafted_BK.clamp(0, p_BTV.shape[-1] - 1)  # padding may hold anything
     p_x_BK = p_BTV[:, :K].gather(-1, drafted_BK[..., None])[..., 0]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from selfspec.sampling import faults
-from selfspec.sampling.acceptance.verdict import Verdict, at, leading
+from selfspec.sampling.acceptance.verdict import Verdict, at, check_draft, leading
 from selfspec.sampling.distribution import draw, probabilities
 from selfspec.sampling.noise import STREAM_VERIFY, NoiseKey, uniforms
 
@@ -27,6 +27,7 @@ def threshold(p: Tensor, epsilon: float = EPSILON, delta: float = DELTA) -> Tens
 
 def accept_typical(drafted_BK: Tensor, num_drafted_B: Tensor, logits_BTV: Tensor, u_B: Tensor) -> Verdict:
     K = drafted_BK.shape[1]
+    check_draft(drafted_BK, None, logits_BTV)
     p_BTV = probabilities(logits_BTV)
     drafted_BK = drafted_BK.clamp(0, p_BTV.shape[-1] - 1)
     p_x_BK = p_BTV[:, :K].gather(-1, drafted_BK[..., None])[..., 0]

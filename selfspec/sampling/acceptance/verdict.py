@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from selfspec.errors import UserError
 from selfspec.sampling import faults
 from selfspec.sampling.argmax import first_argmax
 from selfspec.sampling.noise import NoiseKey
@@ -53,6 +54,23 @@ class Rule(Protocol):
         ...
 
 
+def check_draft(drafted_BK: Tensor, q_BKV: Tensor | None, logits_BTV: Tensor) -> None:
+    """Shapes and dtype, which the host knows without reading anything. Raises UserError."""
+    B, K = drafted_BK.shape
+    V = logits_BTV.shape[-1]
+    if logits_BTV.shape != (B, K + 1, V):
+        raise UserError(f"{K} drafts in {B} rows need logits [{B}, {K + 1}, V], got {list(logits_BTV.shape)}.")
+    if q_BKV is None:
+        return
+    if q_BKV.shape != (B, K, V):
+        raise UserError(f"{K} drafts in {B} rows need q [{B}, {K}, {V}], got {list(q_BKV.shape)}.")
+    if q_BKV.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"q came in {q_BKV.dtype}: rounded, it is not what the drafts were drawn from, and the output would be "
+            "biased. Pass on the float32 q that the rule's draw() gave."
+        )
+
+
 def leading(ok_BK: Tensor, num_drafted_B: Tensor) -> Tensor:
     """int64 [B]: how many drafts are ok before the first that is not; padding is never ok."""
     real_BK = torch.arange(ok_BK.shape[1], device=ok_BK.device) < num_drafted_B[:, None]
@@ -67,6 +85,7 @@ def at(rows: Tensor, index_B: Tensor) -> Tensor:
 
 def match_own_choice(drafted_BK: Tensor, num_drafted_B: Tensor, scores_BTV: Tensor) -> Verdict:
     """Accept while the draft is what the target itself chooses, the argmax of scores [B, T, V]."""
+    check_draft(drafted_BK, None, scores_BTV)
     chosen_BT = first_argmax(scores_BTV)
     top_BT = scores_BTV.gather(-1, chosen_BT[..., None])[..., 0]
     K = drafted_BK.shape[1]
