@@ -19,25 +19,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from selfspec.cache.blocks import common_prefix
+from selfspec.cache.interface import Cache
+from selfspec.cache.storage import EXTENT_STEP, LayerShape, slots_for
+
 T = TypeVar("T")
-EXTENT_STEP = 64  # attention reads the valid slots rounded up to this: few shapes, little waste
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer stores per token: keys and values of `num_kv_heads * head_dim` numbers each."""
-
-    num_kv_heads: int
-    head_dim: int
-
-
-def kv_bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Bytes that one token occupies over all layers: 2 (keys, values) * Σ G*D * itemsize."""
-    return 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * dtype.itemsize
 
 
 class KVCache:
     """Keys and values of `len(shapes)` layers for `rows` sequences of at most `capacity` tokens."""
+
+    between_rows = False
 
     def __init__(
         self, shapes: Sequence[LayerShape], rows: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -45,7 +37,7 @@ class KVCache:
         self.shapes = tuple(shapes)
         self.num_rows = rows
         self.capacity = capacity
-        self.num_slots = -(-(capacity + 1) // EXTENT_STEP) * EXTENT_STEP  # the last one is trash
+        self.num_slots = slots_for(capacity)  # the last one is trash
         widths = [shape.num_kv_heads * shape.head_dim for shape in self.shapes]
         per_layer = [2 * width * rows * self.num_slots for width in widths]
         self.storage = torch.zeros(sum(per_layer), dtype=dtype, device=device)
@@ -60,6 +52,10 @@ class KVCache:
     @property
     def kv_bytes(self) -> int:
         return self.storage.numel() * self.storage.dtype.itemsize
+
+    @property
+    def total_slots(self) -> int:
+        return self.num_rows * self.num_slots
 
     def visible(self, layer: int, rows: slice, extent: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots `[0, extent)` as `[B, G, extent, D]` views; made once, since nothing ever moves."""
@@ -81,6 +77,24 @@ class KVCache:
         slots_BT = torch.where(positions_BT >= 0, self._row_starts_B1[rows] + positions_BT, trash_B1)
         return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset)
 
+    def fits(self, token_ids: Sequence[int], num_tokens: int) -> bool:
+        return num_tokens <= self.capacity
+
+    def place(self, row: int, token_ids: Sequence[int], num_tokens: int, held: Sequence[int] = ()) -> int:
+        """What the row last held stays where it is, so a prompt that goes on from it finds it there."""
+        return common_prefix(held, token_ids)
+
+    def reserve(self, row: int, first: int, end: int) -> None:
+        """A row has all its slots from the start; so the rest of a row's life is nothing to this cache either."""
+
+    def trim(self, row: int, length: int) -> None: ...
+
+    def publish(self, row: int, token_ids: Sequence[int]) -> None: ...
+
+    def release(self, row: int, token_ids: Sequence[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
 
 @dataclass
 class Pass:
@@ -90,7 +104,7 @@ class Pass:
     returns everything the pass may attend to; `mask` hides the slots that lie after each query (or before its window).
     """
 
-    cache: KVCache
+    cache: Cache
     positions_BT: Tensor  # int64, >= 0
     slots_N: Tensor  # int64 [B*T], flat write index
     extent: int
