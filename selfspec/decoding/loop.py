@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from selfspec.decoding.graphs import Read, choose_rounds
 from selfspec.decoding.requests import Output, Request
-from selfspec.decoding.round import decode_round, prefill
+from selfspec.decoding.round import prefill
 from selfspec.decoding.rows import HIT_EOS, HIT_LENGTH, RUNNING, RoundReport, Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import Stop
@@ -55,22 +56,30 @@ def run_requests(
     requests: Iterable[Request],
     on_round: Callable[[RoundEvent], None] | None = None,
     reuse: bool = False,
+    mode: str = "auto",
 ) -> dict[int, Output]:
     """Decode every request; returns the outputs by request index."""
     waiting, running, outputs = deque(requests), dict[int, Running](), dict[int, Output]()
-    stopwatch = Stopwatch(rows.device)
+    rounds = choose_rounds(drafter, rows, sampler, mode)
+    stopwatch = Stopwatch(rows.device, wait=rounds.lag == 0)
+    in_flight: deque[tuple[Read, dict[int, Running]]] = deque()
     while waiting or running:
         for row in range(rows.num_rows):
             if waiting and row not in running:
                 running[row] = admit(drafter, rows, row, waiting.popleft(), sampler, stopwatch, reuse)
         stopwatch.start()
         num_drafted = 0 if drafter.max_drafted == 0 else lookahead.choose()
-        report = decode_round(rows.target, drafter, rows, num_drafted, sampler, stopwatch).tolist()
+        in_flight.append((rounds(num_drafted, stopwatch), dict(running)))
+        if len(in_flight) <= rounds.lag:
+            continue
+        read, occupants = in_flight.popleft()
+        report = read()
         stopwatch.mark("other")
-        for row in list(running):
-            if hand_out(rows, row, running[row], RoundReport.parse(report[row]), stop, stopwatch, on_round):
-                done = running.pop(row)
-                outputs[done.request.index] = done.output
+        for row, occupant in occupants.items():
+            if running.get(row) is not occupant:
+                continue  # finished in a round that was read meanwhile
+            if hand_out(rows, row, occupant, RoundReport.parse(report[row]), stop, stopwatch, on_round):
+                outputs[occupant.request.index] = running.pop(row).output
                 rows.release(row)
     return outputs
 
@@ -114,7 +123,8 @@ def hand_out(
         del output.token_ids[cut:]
         num_emitted = cut - num_before
     seconds = stopwatch.seconds
-    times = (seconds["draft"], seconds["verify"], seconds["other"])
+    # a round captured whole has no parts: all its time is in `other`
+    times = (seconds.get("draft", 0.0), seconds.get("verify", 0.0), seconds["other"])
     record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *times)
     output.rounds.append(record)
     elapsed_s = stopwatch.now() - running.decode_start_s

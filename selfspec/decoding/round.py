@@ -26,6 +26,11 @@ def decode_round(
     stopwatch.mark("draft")
     logits_BTV = verify(target, rows, draft)  # one pass over K+1 positions, shared cache
     stopwatch.mark("verify")
+    return settle(rows, draft, logits_BTV, sampler)
+
+
+def settle(rows: Rows, draft: Draft, logits_BTV: Tensor, sampler: Sampler) -> Tensor:
+    """Accept and commit: the only way from a draft into the output."""
     logits_BTV = sampler.transform(rows, logits_BTV)
     verdict = sampler.accept(rows, draft, logits_BTV)  # pure, on device
     return rows.commit(draft, verdict, sampler.alpha(draft, logits_BTV, verdict))  # lengths move; nothing is copied

@@ -11,7 +11,8 @@ Shape letters: B rows, T positions in this pass, K drafted, S slots, E end-of-se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,9 @@ class Rows:
         self.request_B = torch.zeros_like(self.lengths_B)  # names the request in the noise, wherever it runs
         self.active_B = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self.eos_E = torch.zeros(0, dtype=torch.int64, device=device)
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.rounds: dict[object, object] = {}  # captured rounds, which hold addresses of these very tensors
+        self._fixed_extent: int | None = None
         self._steps_S = torch.arange(slots, device=device)
         self._lengths = [0] * num_rows  # host mirror of lengths_B for active rows, 0 for idle ones
         self._kept: list[list[int]] = [[] for _ in range(num_rows)]  # host: each row's committed tokens
@@ -86,7 +90,11 @@ class Rows:
         return self.tokens_BS.device
 
     def set_eos(self, eos_token_ids: Sequence[int]) -> None:
-        self.eos_E = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=self.device)
+        """Captured rounds hold the tensor, so each set of ids keeps one; see `selfspec.decoding.graphs`."""
+        if tuple(eos_token_ids) != self.eos_token_ids:
+            self.rounds.clear()
+            self.eos_token_ids = tuple(eos_token_ids)
+            self.eos_E = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=self.device)
 
     def place(self, row: int, prompt_ids: Sequence[int], max_new_tokens: int, request: int, reuse: bool = False) -> int:
         """Put a prompt into an idle row. Returns how many of its tokens are already in the cache (0 unless `reuse`)."""
@@ -118,7 +126,21 @@ class Rows:
 
     def extent(self, first: int, width: int) -> int:
         """Slots that a pass over `positions(first, width)` may read."""
+        if self._fixed_extent is not None:
+            return self._fixed_extent
         return max(self._lengths) + first + width
+
+    @contextmanager
+    def idle(self, extent: int) -> Iterator[None]:
+        """All rows idle and every pass `extent` slots wide: running a round then changes nothing that counts."""
+        active_B = self.active_B.clone()
+        self.active_B.fill_(False)
+        self._fixed_extent = extent
+        try:
+            yield
+        finally:
+            self._fixed_extent = None
+            self.active_B.copy_(active_B)
 
     def open(self, first: int, width: int) -> Pass:
         """A pass of the target over `positions(first, width)`."""
@@ -158,6 +180,7 @@ class Rows:
         state_B = torch.where((keep_BT & stop_BT).any(1), HIT_EOS, torch.where(hit_length_B, HIT_LENGTH, RUNNING))
         self.propose(0, emitted_BT)
         self.lengths_B += num_emitted_B
+        self.active_B &= state_B == RUNNING  # the host may read this a round late
         counts_B4 = torch.stack([draft.num_drafted_B, verdict.num_accepted_B, num_emitted_B, state_B], 1)
         return torch.cat([counts_B4, verdict.error_B[:, None], alpha_B2, draft.tokens_BK, emitted_BT], 1)
 

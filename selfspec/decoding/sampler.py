@@ -31,7 +31,7 @@ class Sampler:
 
     transforms: LogitsTransform
     rule: Rule
-    seed: int = 0
+    seed: int | Tensor = 0
 
     def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> tuple[Tensor, Tensor | None]:
         """A drafter's own logits for drafted token `step` -> the token `[B]` (written into the rows) and q `[B, V]`."""

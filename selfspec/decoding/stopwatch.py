@@ -1,4 +1,4 @@
-"""Time by phase within a round, on a monotonic clock; on CUDA each mark waits for the device."""
+"""Time by phase within a round, on a monotonic clock; on CUDA each mark waits for the device (unless `wait` is off)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 class Stopwatch:
     """`start()`, then `mark(phase)` at the end of each phase; `seconds[phase]` is the last round's time."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._synchronize = torch.cuda.synchronize if device.type == "cuda" else None
+    def __init__(self, device: torch.device, wait: bool = True) -> None:
+        self._synchronize = torch.cuda.synchronize if wait and device.type == "cuda" else None
         self.seconds: dict[str, float] = {}
         self._last = 0.0
 
