@@ -56,12 +56,14 @@ class Eagle3Trainee:
         self.head = Eagle3Head(
             HeadShape(
                 width=target.width,
-                intermediate_size=options.intermediate_size or config.intermediate_size,
+                intermediate_size=options.intermediate_size
+                or getattr(config, "intermediate_size", None)
+                or 4 * target.width,
                 num_heads=config.num_attention_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
                 rope_theta=float(rope.get("rope_theta", 10000.0)),
-                norm_eps=config.rms_norm_eps,
+                norm_eps=getattr(config, "rms_norm_eps", 1e-6),
                 d_vocab=len(head_VM),
             )
         )

@@ -8,18 +8,25 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from selfspec.errors import UserError
 from selfspec.target import Target
-from selfspec.target.families import family_of
 from selfspec.target.views import module_view
 from selfspec.training.batches import Batch
+
+TRAINABLE = ("llama", "mistral", "qwen2", "qwen3")  # one rotary embedding, grouped heads, a layer returns its output
 
 
 class LayerRunner:
     """Runs decoder layers of the target's family; holds what they need of it (rotary embedding, mask shape)."""
 
     def __init__(self, target: Target) -> None:
-        view = module_view(target.hf_model)
-        family = family_of(target.config)
+        family = target.family
+        if target.config.model_type not in TRAINABLE or family.rotary is None:
+            raise UserError(
+                f"Layers of model type {target.config.model_type!r} cannot be trained as a draft yet. "
+                f"Allowed: {', '.join(TRAINABLE)}. The independent draft can be trained for every target."
+            )
+        view = module_view(target.hf_model, family.attention)
         self._layers = attrgetter(family.layers)(view)
         self._norm: nn.Module = attrgetter(family.norm)(view)
         self._rotary: nn.Module = attrgetter(family.rotary)(view)

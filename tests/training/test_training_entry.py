@@ -28,7 +28,7 @@ def test_every_training_config_composes():
     assert set(conf_names("train")) >= set(trainees())  # a recipe for every draft that can be trained
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for kind in sorted(set(trainees()) & set(conf_names("drafter"))):
-            job = resolve_job(TrainJobConfig, compose("train", [f"drafter={kind}"] + ["data=d", "out=o"]))
+            job = resolve_job(TrainJobConfig, compose("train", [f"drafter={kind}", "data=d", "out=o"]))
             assert job.drafter == {"kind": kind}
         for recipe in conf_names("train"):
             resolve_job(TrainJobConfig, compose("train", [f"train={recipe}", "data=d", "out=o"]))
@@ -41,6 +41,7 @@ def test_every_training_config_composes():
             resolve_job(TrainJobConfig, compose("train", ["data=d", "out=o", "train.steps=0"]))
 
 
+@pytest.mark.slow
 def test_the_two_commands_make_data_and_a_draft(chat_target: Target, tmp_path: Path):
     model = tmp_path / "model"
     chat_target.hf_model.save_pretrained(model)
