@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from selfspec.cache import Storage, make_cache, storage_for
 from selfspec.decoding.loop import RoundEvent, run_requests
 from selfspec.decoding.requests import (
     Output,
@@ -32,20 +33,27 @@ from selfspec.target import Target
 class Decoder:
     """One target, one drafter, one allocation: decodes call after call on the same cache.
 
-    The cache grows (is allocated anew) only when a call needs more slots or rows than any before; give `capacity` to
-    allocate once. With `reuse=True` a prompt that continues what its row holds (a further turn of a chat) only has
-    its new tokens processed.
+    The cache grows (is allocated anew) only when a call needs more slots than any before; give `capacity` (tokens per
+    row) to allocate once. cache: "contiguous", "paged" (blocks, shared by rows whose prompts begin alike), or a
+    `selfspec.cache.Paged` with its own block size and number of blocks. With `reuse=True` a prompt that continues what
+    its row holds (a further turn of a chat) only has its new tokens processed.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, max_batch_rows: int = 1, capacity: int = 0
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        max_batch_rows: int = 1,
+        capacity: int = 0,
+        cache: str | Storage = "contiguous",
     ) -> None:
         if isinstance(max_batch_rows, bool) or not isinstance(max_batch_rows, int) or max_batch_rows < 1:
             raise UserError(f"max_batch_rows={max_batch_rows!r} is not possible: allowed is 1 or more.")
         self.target = target
-        self.drafter: Drafter = drafter if drafter is not None else NoDraft()
+        self.drafter: Drafter = check_drafter(target, drafter)
         self.max_batch_rows = max_batch_rows
-        self.capacity = capacity
+        self.storage = storage_for(cache)
+        self._longest = [capacity] * max_batch_rows  # the longest requests seen, in tokens: what the cache is made for
         self.rows: Rows | None = None
 
     def decode(
@@ -73,6 +81,10 @@ class Decoder:
         """
         target = self.target
         sampling = sampling if sampling is not None else Sampling()
+        if not isinstance(sampling, Sampling):
+            raise UserError(f"sampling={sampling!r} is not possible: give selfspec.Sampling(temperature=...) or None.")
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise UserError(f"seed={seed!r} is not possible: allowed is a whole number.")
         if isinstance(prompts, str):
             raise UserError("prompts is a list of prompts; given: one text. Write [text].")
         counts = token_counts(max_new_tokens, len(prompts))
@@ -89,7 +101,9 @@ class Decoder:
             requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
-        rows = self._rows_for(capacity_for(self.drafter, policy, requests), eos)
+        rows = self._rows_for(requests, round_width(self.drafter, policy), eos)
+        if not reuse:
+            rows.cache.forget()
         try:
             outputs = run_requests(self.drafter, rows, policy, sampler, stop, requests, on_round, reuse)
         except BaseException:
@@ -97,12 +111,19 @@ class Decoder:
             raise
         return [outputs[index] for index in range(len(requests))]
 
-    def _rows_for(self, capacity: int, eos: Sequence[int]) -> Rows:
-        if self.rows is None or self.rows.capacity < capacity:
+    def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int]) -> Rows:
+        """The rows there are, if their cache has room for these requests; else new ones."""
+        needs = [len(request.prompt_ids) + request.max_new_tokens + width for request in requests]
+        longest = sorted([*self._longest, *needs], reverse=True)[: self.max_batch_rows]
+        total_slots = self.storage.total_slots(self.max_batch_rows, longest)  # may refuse
+        if self.rows is None or self.rows.capacity < longest[0] or self.rows.cache.total_slots < total_slots:
             self.rows = None  # free the old allocation first
-            rows = Rows(self.target, self.max_batch_rows, max(self.capacity, capacity))
+            target, shape = self.target, (self.max_batch_rows, longest[0])
+            cache = make_cache(self.storage, target.layer_shapes, shape[0], longest, target.dtype, target.device)
+            rows = Rows(target, *shape, cache)
             self.drafter.start(rows)  # may refuse: nothing is kept then
-            self.rows, self.capacity = rows, rows.capacity
+            self.rows, self._longest = rows, longest
+        self.rows.round_width = width
         self.rows.set_eos(eos)
         return self.rows
 
@@ -122,16 +143,17 @@ def decode(
     stop_strings: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
     max_batch_rows: int = 1,
+    cache: str | Storage = "contiguous",
     on_round: Callable[[RoundEvent], None] | None = None,
 ) -> list[Output]:
     """Decode `prompts` with `target`, drafting with `drafter` (None: autoregressively, same loop, same clock).
 
     prompts: texts, token-id lists or chats, mixed, of any lengths. max_new_tokens: one for all, or one per prompt.
-    Outputs come in the same order. With greedy or lossless acceptance the output is the target's own, whatever the
-    drafter. Raises UserError before anything runs.
+    Outputs come in the same order. cache: see `Decoder`. With greedy or lossless acceptance the output is the target's
+    own, whatever the drafter. Raises UserError before anything runs.
     """
     rows = min(max_batch_rows, max(len(prompts), 1)) if isinstance(max_batch_rows, int) else max_batch_rows
-    return Decoder(target, drafter, rows).decode(
+    return Decoder(target, drafter, rows, cache=cache).decode(
         prompts,
         max_new_tokens=max_new_tokens,
         lookahead=lookahead,
@@ -146,6 +168,21 @@ def decode(
     )
 
 
+def check_drafter(target: Target, drafter: Drafter | None) -> Drafter:
+    """The drafter, NoDraft for None. UserError for a name, and for one whose weights belong to another target."""
+    if drafter is None:
+        return NoDraft()
+    if not callable(getattr(drafter, "propose", None)):
+        raise UserError(f"drafter={drafter!r} is not a drafter. Build one: selfspec.build_drafter(name, target, ...).")
+    built_for = getattr(drafter, "target", target)
+    if built_for is not target:
+        raise UserError(
+            f"The drafter {drafter.name!r} was built for the target {built_for.name}, not for this one ({target.name}): "
+            "its layers and cache would not fit. Build it with selfspec.build_drafter(name, target, ...)."
+        )
+    return drafter
+
+
 def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:
     """The policy that is asked for. UserError when it may draft more tokens than the drafter can."""
     policy = build_lookahead(given)
@@ -158,14 +195,19 @@ def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Looka
 
 def capacity_for(drafter: Drafter, policy: Lookahead, requests: Sequence[Request]) -> int:
     """Tokens a row must hold: the longest prompt with its output, and one round."""
-    width = (0 if drafter.max_drafted == 0 else policy.max_drafted) + 1
-    return max(len(request.prompt_ids) + request.max_new_tokens for request in requests) + width
+    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    return longest + round_width(drafter, policy)
+
+
+def round_width(drafter: Drafter, policy: Lookahead) -> int:
+    """Tokens that a round writes: the pending one and the drafts."""
+    return (0 if drafter.max_drafted == 0 else policy.max_drafted) + 1
 
 
 def _eos_ids(target: Target, given: int | Sequence[int] | None) -> tuple[int, ...]:
     if given is None:
         return target.eos_token_ids
-    ids = (given,) if isinstance(given, int) else tuple(given)
+    ids = tuple(given) if isinstance(given, Sequence) else (given,)
     if strange := [token for token in ids if not isinstance(token, int) or not 0 <= token < target.vocab_size]:
         raise UserError(f"eos_token_ids holds {strange[0]!r}; allowed are token ids 0 to {target.vocab_size - 1}.")
     return ids

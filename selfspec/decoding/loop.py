@@ -65,10 +65,11 @@ def run_requests(
     in_flight: deque[tuple[Read, dict[int, Running]]] = deque()
     while waiting or running:
         for row in range(rows.num_rows):
-            if waiting and row not in running:
+            if row not in running and waiting and rows.fits(waiting[0].prompt_ids, waiting[0].max_new_tokens):
                 running[row] = admit(drafter, rows, row, waiting.popleft(), sampler, stopwatch, reuse)
         stopwatch.start()
         num_drafted = 0 if drafter.max_drafted == 0 else lookahead.choose()
+        rows.reserve(num_drafted + 1, rounds.lag)
         in_flight.append((rounds(num_drafted, stopwatch), dict(running)))
         if len(in_flight) <= rounds.lag:
             continue
@@ -92,6 +93,7 @@ def admit(
     start_s = stopwatch.start()
     kept = rows.place(row, request.prompt_ids, request.max_new_tokens, request.noise_id, reuse)
     prefill(rows.target, drafter, rows, row, kept, len(request.prompt_ids) - 1)
+    rows.publish(row)
     output.num_reused_tokens = kept
     decode_start_s = stopwatch.mark("prefill")
     output.prefill_s = decode_start_s - start_s

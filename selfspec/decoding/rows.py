@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.cache import Pass
+from selfspec.cache import Cache, Pass
 from selfspec.sampling.faults import fault_offset
 from selfspec.target import Target
 
@@ -63,12 +63,12 @@ class RoundReport:
 class Rows:
     """`num_rows` sequences of at most `capacity` tokens each (prompt, output and one round of drafts)."""
 
-    def __init__(self, target: Target, num_rows: int, capacity: int) -> None:
+    def __init__(self, target: Target, num_rows: int, capacity: int, cache: Cache | None = None) -> None:
         device = target.device
         self.target = target
         self.num_rows = num_rows
         self.capacity = capacity
-        self.cache = target.make_cache(num_rows, capacity)
+        self.cache: Cache = target.make_cache(num_rows, capacity) if cache is None else cache
         self.draft_state: object = None  # what the drafter keeps for these rows, e.g. a cache of its own
         slots = self.cache.num_slots
         self.tokens_BS = torch.zeros(num_rows, slots, dtype=torch.int64, device=device)
@@ -84,6 +84,9 @@ class Rows:
         self._steps_S = torch.arange(slots, device=device)
         self._lengths = [0] * num_rows  # host mirror of lengths_B for active rows, 0 for idle ones
         self._kept: list[list[int]] = [[] for _ in range(num_rows)]  # host: each row's committed tokens
+        self.round_width = capacity  # the longest round, in tokens: what a row may write behind its last one
+        self._ends = [0] * num_rows  # host: no position from here on is written by the row; 0 for idle ones
+        self._in_flight = 0  # tokens that rounds not yet read may have added to each row
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +99,14 @@ class Rows:
             self.eos_token_ids = tuple(eos_token_ids)
             self.eos_E = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=self.device)
 
+    def fits(self, prompt_ids: Sequence[int], max_new_tokens: int) -> bool:
+        """Whether the cache has room for this prompt and its output now."""
+        return self.cache.fits(prompt_ids[:-1], self._end(len(prompt_ids), max_new_tokens))
+
     def place(self, row: int, prompt_ids: Sequence[int], max_new_tokens: int, request: int, reuse: bool = False) -> int:
-        """Put a prompt into an idle row. Returns how many of its tokens are already in the cache (0 unless `reuse`)."""
+        """Put a prompt into an idle row. Returns how many of its tokens need not be run: they are in the cache already
+        (with `reuse`, or from another row where rows share).
+        """
         prompt = torch.tensor(prompt_ids, dtype=torch.int64)
         self.tokens_BS[row, : len(prompt)] = prompt.to(self.device)
         self.lengths_B[row] = len(prompt) - 1
@@ -105,16 +114,33 @@ class Rows:
         self.limits_B[row] = len(prompt) + max_new_tokens
         self.request_B[row] = request
         self.active_B[row] = True
-        usable = self._kept[row][:-1]  # the last token was pending: committed, never run
-        kept = _common_prefix(usable, prompt_ids[:-1]) if reuse else 0
+        usable = self._kept[row][:-1] if reuse else []  # the last token was pending: committed, never run
+        self._ends[row] = self._end(len(prompt), max_new_tokens)
+        kept = self.cache.place(row, prompt_ids[:-1], self._ends[row], usable)
+        if self.cache.between_rows and self.draft_state is not None:
+            kept = 0  # the drafter has not seen what other rows ran, so the whole prompt is run again
         self._lengths[row] = len(prompt) - 1
         self._kept[row] = list(prompt_ids)
         return kept
 
+    def publish(self, row: int) -> None:
+        """The row's prompt has run: other rows may share it."""
+        self.cache.publish(row, self._kept[row][:-1])
+
+    def reserve(self, width: int, lag: int = 0) -> None:
+        """Room for a round that writes `width` tokens of each row, behind what `lag` rounds not yet read may add."""
+        self._in_flight = lag * self.round_width
+        for row, end in enumerate(self._ends):
+            if end:
+                first = self._lengths[row]
+                self.cache.reserve(row, first, min(first + self._in_flight + width, end))
+
     def release(self, row: int) -> None:
-        """The row is done: it writes to the trash slot from now on. Its keys and values stay until it is placed
-        again.
+        """The row is done: it writes to the trash slot from now on. Its keys and values stay until their place is
+        needed.
         """
+        self.cache.release(row, self._kept[row][:-1])
+        self._ends[row] = 0
         self.active_B[row] = False
         self.lengths_B[row] = 0  # a later call may draft more tokens than there is room for behind an old length
         self._lengths[row] = 0
@@ -188,12 +214,7 @@ class Rows:
         """The host's half of a commit, from the report it read."""
         self._lengths[row] += len(emitted)
         self._kept[row] += emitted
+        self.cache.trim(row, self._lengths[row] + self._in_flight)
 
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    def _end(self, num_prompt_tokens: int, max_new_tokens: int) -> int:
+        return min(num_prompt_tokens + max_new_tokens + self.round_width, self.capacity)
