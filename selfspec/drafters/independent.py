@@ -44,6 +44,7 @@ class Independent:
 
     def __init__(self, target: Target, model: Target) -> None:
         check_same_tokenizer(target, model)
+        self.target = target
         self.model = model
 
     def start(self, rows: Rows) -> None:

@@ -44,4 +44,6 @@ def build_lookahead(given: int | str | Mapping[str, Any] | Lookahead) -> Lookahe
             return POLICIES[kind](**options)
         except TypeError as error:
             raise UserError(f"Bad options for lookahead {kind!r}: {error}.") from error
+    if not callable(getattr(given, "choose", None)):
+        raise UserError(f"lookahead={given!r} is not possible: give a whole number, a conf/lookahead name or a policy.")
     return given

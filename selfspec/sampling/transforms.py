@@ -117,6 +117,8 @@ def build_transforms(
     sampling: Sampling, processors: Sequence[Processor] | None = None, vocab_size: int | None = None
 ) -> Transforms:
     """The transforms of one run. `processors` are HF LogitsProcessors (any callable of the same shape will do)."""
+    if processors is not None and not isinstance(processors, Sequence):
+        raise UserError(f"processors={processors!r} is not a list. Write [processor].")
     for processor in processors or ():
         if not callable(processor):
             raise UserError(

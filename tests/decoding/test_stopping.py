@@ -148,11 +148,34 @@ def test_a_further_turn_on_the_kept_cache_processes_only_the_new_tokens(drafter)
         (dict(acceptance="maybe"), "acceptance='maybe'"),
         (dict(eos_token_ids=[256]), "allowed are token ids 0 to 255"),
         (dict(stop_strings=[""]), "non-empty"),
+        (dict(seed=1.5), "seed=1.5"),
+        (dict(seed=None), "seed=None"),
+        (dict(lookahead=None), "lookahead=None"),
+        (dict(lookahead=[3]), r"lookahead=\[3\]"),
+        (dict(sampling={"temperature": 1}), "Sampling"),
+        (dict(eos_token_ids=2.0), "2.0"),
+        (dict(processors=len), r"Write \[processor\]"),
     ],
 )
 def test_bad_options_are_refused_before_anything_runs(options, message):
     with pytest.raises(UserError, match=message):
         decode(target(), drafters()["sometimes"], [PROMPT], **options)
+
+
+@pytest.mark.parametrize("drafter, message", [("early_exit", "is not a drafter"), (7, "is not a drafter")])
+def test_what_is_no_drafter_is_refused(drafter, message):
+    with pytest.raises(UserError, match=message):
+        decode(target(), drafter, [PROMPT])
+
+
+def test_a_drafter_built_for_another_target_is_refused_instead_of_writing_wrong_tokens():
+    other = wrap_target(tiny_llama(vocab_size=256, seed=2), byte_tokenizer(), "other")
+    for drafter in (
+        build_drafter("early_exit", other, exit_layer=2),
+        build_drafter("independent", other, model=other),
+    ):
+        with pytest.raises(UserError, match=r"built for the target other, not for this one \(bytes\)"):
+            decode(target(), drafter, [PROMPT])
 
 
 @pytest.mark.parametrize(
