@@ -72,11 +72,12 @@ class Decoder:
         on_round: Callable[[RoundEvent], None] | None = None,
         reuse: bool = False,
         arrivals_s: Sequence[float] | None = None,
+        interleave_prefill: bool = True,
     ) -> list[Output]:
         """Decode all prompts (text, token ids or chats, mixed); outputs in their order.
 
         max_new_tokens: one for all, or one per prompt. arrivals_s: when each prompt comes in, in seconds after this
-        call (None: all are there).
+        call (None: all are there). interleave_prefill: long prompts do not stall the rows that decode.
         Raises UserError for anything that cannot be honoured, before the model runs.
         """
         target = self.target
@@ -105,7 +106,17 @@ class Decoder:
         if not reuse:
             rows.cache.forget()
         try:
-            outputs = run_requests(self.drafter, rows, policy, sampler, stop, requests, on_round, reuse)
+            outputs = run_requests(
+                self.drafter,
+                rows,
+                policy,
+                sampler,
+                stop,
+                requests,
+                on_round,
+                reuse,
+                interleave_prefill=interleave_prefill,
+            )
         except BaseException:
             self.rows = None  # a half-written round is not worth keeping
             raise
@@ -177,8 +188,8 @@ def check_drafter(target: Target, drafter: Drafter | None) -> Drafter:
     built_for = getattr(drafter, "target", target)
     if built_for is not target:
         raise UserError(
-            f"The drafter {drafter.name!r} was built for the target {built_for.name}, not for this one ({target.name}): "
-            "its layers and cache would not fit. Build it with selfspec.build_drafter(name, target, ...)."
+            f"The drafter {drafter.name!r} was built for the target {built_for.name}, not for this one "
+            f"({target.name}): its layers and cache would not fit. Build it with selfspec.build_drafter(name, target, ...)."
         )
     return drafter
 

@@ -1,11 +1,13 @@
 """The loop: place waiting prompts into idle rows, run a round, hand out what it committed.
 
-Rows are refilled as they finish (continuous batching), so nobody waits for the slowest. The host reads the device
-once per round.
+Rows are refilled as they finish (continuous batching), so nobody waits for the slowest; and while others decode, a
+prompt is run a chunk at a time between their rounds (chunked prefill: Sarathi-Serve, Agrawal et al. 2024), so nobody
+waits for the longest. Neither changes a token: a row sees its own slots only. The host reads the device once per round.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 
 from selfspec.decoding.graphs import Read, choose_rounds
 from selfspec.decoding.requests import Output, Request
-from selfspec.decoding.round import prefill
+from selfspec.decoding.round import PREFILL_CHUNK, prefill
 from selfspec.decoding.rows import HIT_EOS, HIT_LENGTH, RUNNING, RoundReport, Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import Stop
@@ -39,11 +41,17 @@ class RoundEvent:
 
 @dataclass
 class Running:
-    """A request in a row."""
+    """A request in a row. It decodes once all of its prompt but the last token, the first pending one, has been run."""
 
     request: Request
     output: Output
-    decode_start_s: float = 0.0
+    num_run: int  # prompt tokens whose keys and values are in the cache
+    begin_s: float  # of the call, on the stopwatch's clock
+    decode_start_s: float | None = None
+
+    @property
+    def decoding(self) -> bool:
+        return self.decode_start_s is not None
 
 
 @torch.inference_mode()
@@ -57,20 +65,34 @@ def run_requests(
     on_round: Callable[[RoundEvent], None] | None = None,
     reuse: bool = False,
     mode: str = "auto",
+    interleave_prefill: bool = True,
 ) -> dict[int, Output]:
-    """Decode every request; returns the outputs by request index."""
-    waiting, running, outputs = deque(requests), dict[int, Running](), dict[int, Output]()
+    """Decode every request, in order of arrival; returns the outputs by request index.
+
+    interleave_prefill: between two rounds each row runs at most one chunk of its prompt; else all of it.
+    """
+    waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
+    running, outputs = dict[int, Running](), dict[int, Output]()
     rounds = choose_rounds(drafter, rows, sampler, mode)
     stopwatch = Stopwatch(rows.device, wait=rounds.lag == 0)
     in_flight: deque[tuple[Read, dict[int, Running]]] = deque()
+    begin_s = stopwatch.now()
     while waiting or running:
+        if not running:
+            time.sleep(max(0.0, begin_s + waiting[0].arrival_s - stopwatch.now()))
         for row in range(rows.num_rows):
-            if row not in running and waiting and rows.fits(waiting[0].prompt_ids, waiting[0].max_new_tokens):
-                running[row] = admit(drafter, rows, row, waiting.popleft(), sampler, stopwatch, reuse)
+            if row not in running and waiting and may_come_in(waiting[0], rows, stopwatch.now() - begin_s):
+                running[row] = admit(rows, row, waiting.popleft(), sampler, stopwatch, begin_s, reuse)
+            if row in running and not running[row].decoding:
+                one_chunk = interleave_prefill and any(one.decoding for one in running.values())
+                run_prompt(drafter, rows, row, running[row], stopwatch, one_chunk)
+        decoding = {row: one for row, one in running.items() if one.decoding}
+        if not decoding:
+            continue
         stopwatch.start()
         num_drafted = 0 if drafter.max_drafted == 0 else lookahead.choose()
         rows.reserve(num_drafted + 1, rounds.lag)
-        in_flight.append((rounds(num_drafted, stopwatch), dict(running)))
+        in_flight.append((rounds(num_drafted, stopwatch), decoding))
         if len(in_flight) <= rounds.lag:
             continue
         read, occupants = in_flight.popleft()
@@ -85,19 +107,33 @@ def run_requests(
     return outputs
 
 
+def may_come_in(request: Request, rows: Rows, now_s: float) -> bool:
+    """It has arrived, and the cache has room for all it may become."""
+    return request.arrival_s <= now_s and rows.fits(request.prompt_ids, request.max_new_tokens)
+
+
 def admit(
-    drafter: Drafter, rows: Rows, row: int, request: Request, sampler: Sampler, stopwatch: Stopwatch, reuse: bool
+    rows: Rows, row: int, request: Request, sampler: Sampler, stopwatch: Stopwatch, begin_s: float, reuse: bool
 ) -> Running:
-    """Prefill a prompt into an idle row, except its last token: that is the first pending one."""
+    """Put a request into an idle row. The row takes no part in rounds until its prompt has been run."""
     output = Output([], "", "", sampler.rule.lossy, num_prompt_tokens=len(request.prompt_ids))
-    start_s = stopwatch.start()
-    kept = rows.place(row, request.prompt_ids, request.max_new_tokens, request.noise_id, reuse)
-    prefill(rows.target, drafter, rows, row, kept, len(request.prompt_ids) - 1)
-    rows.publish(row)
-    output.num_reused_tokens = kept
-    decode_start_s = stopwatch.mark("prefill")
-    output.prefill_s = decode_start_s - start_s
-    return Running(request, output, decode_start_s)
+    output.arrival_s, output.admitted_s = request.arrival_s, stopwatch.now() - begin_s
+    output.num_reused_tokens = rows.place(row, request.prompt_ids, request.max_new_tokens, request.noise_id, reuse)
+    rows.pause(row)
+    return Running(request, output, output.num_reused_tokens, begin_s)
+
+
+def run_prompt(drafter: Drafter, rows: Rows, row: int, running: Running, stopwatch: Stopwatch, one_chunk: bool) -> None:
+    """The next chunk of a row's prompt, or all that is left of it; after the last one the row decodes."""
+    end = len(running.request.prompt_ids) - 1
+    stop = min(running.num_run + PREFILL_CHUNK, end) if one_chunk else end
+    prefill(rows.target, drafter, rows, row, running.num_run, stop)
+    running.num_run = stop
+    if stop == end:
+        rows.resume(row)
+        rows.publish(row)
+        running.decode_start_s = stopwatch.now()
+        running.output.prefill_s = running.decode_start_s - running.begin_s - running.output.admitted_s
 
 
 def hand_out(
@@ -129,7 +165,10 @@ def hand_out(
     times = (seconds.get("draft", 0.0), seconds.get("verify", 0.0), seconds["other"])
     record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *times)
     output.rounds.append(record)
-    elapsed_s = stopwatch.now() - running.decode_start_s
+    assert running.decode_start_s is not None, "only rows that decode take part in rounds"
+    now_s = stopwatch.now()
+    output.commit_s.append(now_s - running.begin_s)
+    elapsed_s = now_s - running.decode_start_s
     if num_before == 0:
         output.ttft_s = output.prefill_s + elapsed_s
     finished = cut is not None or report.state != RUNNING
