@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from selfspec.config import CompareConfig, WatchConfig, conf_dir, conf_names, load_conf, resolve
 
 PRIMARIES = sorted(path.stem for path in conf_dir().glob("*.yaml"))
+FOLDERS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+
+
+def _groups_of(primary: str) -> set[str]:
+    """What an entry point lets one choose freely; a group that decides another one (`train: ${drafter}`) is not free."""
+    entries = [entry for entry in OmegaConf.load(conf_dir() / f"{primary}.yaml").defaults if entry != "_self_"]
+    chosen = {str(key).split("@")[0]: value for entry in entries for key, value in entry.items_ex(resolve=False)}
+    return {group for group in FOLDERS & set(chosen) if f"${{{group}}}" not in chosen.values()}
+
+
 COMPARE_GROUPS = ["target", "lookahead", "sampling", "prompts", "measure", "runtime", "tracking", "experiment"]
 WATCH_GROUPS = ["target", "lookahead", "sampling", "runtime"]
 
@@ -69,7 +78,12 @@ def test_a_drafter_file_is_named_after_what_it_builds(name: str) -> None:
     assert load_conf("drafter", name).kind, f"conf/drafter/{name}.yaml names no kind"
 
 
-def test_every_folder_of_conf_is_covered_here() -> None:
-    covered = {*COMPARE_GROUPS, *WATCH_GROUPS, "drafter"}
-    others = {"train", "sweep"}  # composed by the tests of their own entry points
-    assert {path.name for path in Path(conf_dir()).iterdir() if path.is_dir()} <= covered | others
+@pytest.mark.parametrize("primary", PRIMARIES)
+def test_every_option_of_every_entry_point_composes(primary: str) -> None:
+    for group, name in _options(sorted(_groups_of(primary))):
+        _compose(primary, f"{group}={name}")
+
+
+def test_every_folder_of_conf_belongs_to_an_entry_point() -> None:
+    used = set().union(*map(_groups_of, PRIMARIES))
+    assert used >= FOLDERS
