@@ -189,7 +189,8 @@ def check_drafter(target: Target, drafter: Drafter | None) -> Drafter:
     if built_for is not target:
         raise UserError(
             f"The drafter {drafter.name!r} was built for the target {built_for.name}, not for this one "
-            f"({target.name}): its layers and cache would not fit. Build it with selfspec.build_drafter(name, target, ...)."
+            f"({target.name}): its layers and cache would not fit. Build it with "
+            "selfspec.build_drafter(name, target, ...)."
         )
     return drafter
 

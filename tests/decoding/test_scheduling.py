@@ -41,8 +41,8 @@ def alone(sampled=False):
     return [output.token_ids for output in outputs]
 
 
-def served(name, num_rows, lookahead=3, **options):
-    decoder = Decoder(target(), drafter(name), max_batch_rows=num_rows)
+def served(name, num_rows, lookahead=3, cache="contiguous", **options):
+    decoder = Decoder(target(), drafter(name), max_batch_rows=num_rows, cache=cache)
     return decoder.decode(PROMPTS, max_new_tokens=COUNTS, lookahead=lookahead, ignore_eos=True, **options)
 
 
@@ -63,6 +63,20 @@ def test_each_request_gets_its_own_number_of_tokens():
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prompts_run_in_chunks_between_rounds_leave_every_token_as_it_was(name, num_rows, interleave):
     assert tokens(served(name, num_rows, interleave_prefill=interleave)) == alone()
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_prompts_that_share_a_beginning_are_run_in_chunks_on_a_paged_cache(name):
+    """The first prompt is run and published before the second is placed; what the third shares is still being run."""
+    assert tokens(served(name, 3, cache="paged")) == alone()
+    shared = prompt_ids(100, seed=9)
+    prompts = [shared + prompt_ids(length, seed=length) for length in (70, 1, 130, 40, 3)]
+    options = dict(max_new_tokens=[12, 3, 9, 7, 15], ignore_eos=True)
+    expected = tokens(decode(target(), None, prompts, **options))
+    outputs = Decoder(target(), drafter(name), 3, cache="paged").decode(prompts, **options)
+    assert tokens(outputs) == expected
+    if name in ("none", "ngram"):
+        assert outputs[1].num_reused_tokens >= 96, "all whole blocks of the shared beginning"
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
