@@ -13,9 +13,9 @@ FOLDERS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
 
 
 def _groups_of(primary: str) -> set[str]:
-    """What an entry point lets one choose freely; a group that decides another one (`train: ${drafter}`) is not free."""
+    """The groups an entry point offers; not one that decides another (`train: ${drafter}`)."""
     entries = [entry for entry in OmegaConf.load(conf_dir() / f"{primary}.yaml").defaults if entry != "_self_"]
-    chosen = {str(key).split("@")[0]: value for entry in entries for key, value in entry.items_ex(resolve=False)}
+    chosen = {str(key): value for entry in entries for key, value in entry.items_ex(resolve=False)}
     return {group for group in FOLDERS & set(chosen) if f"${{{group}}}" not in chosen.values()}
 
 
