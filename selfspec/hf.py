@@ -121,7 +121,8 @@ def hf_generate(
     rows = Rows(target, len(requests), capacity_for(chosen, policy, requests))  # row b is request b to the end
     rows.set_eos([i for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id.flatten().tolist()])
     chosen.start(rows)
-    run_requests(chosen, rows, policy, sampler, replay, requests)
+    # eager: while one thread captures a CUDA graph, another one's plain `generate` may fail
+    run_requests(chosen, rows, policy, sampler, replay, requests, mode="eager")
     if streamer is not None:
         streamer.end()
     if not as_dict:

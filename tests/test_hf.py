@@ -1,22 +1,16 @@
-"""Inside transformers' `generate`: the same tokens, hooks that see the same things, refusals by name, a model left as
-it was.
-"""
+"""Inside transformers' `generate`: the same tokens for every option, the same distribution, refusals by name."""
 
 from __future__ import annotations
 
 import functools
-import gc
-import hashlib
-import threading
-import weakref
 
 import pytest
 import torch
+from hf_calls import NEW, PROMPT, VOCAB, ParityOfPrefix, Puts, drafters, free_run, left_padded, model, ours, plain
 from scipy.stats import chisquare
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StoppingCriteria, TextIteratorStreamer
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor
 from transformers.generation import (
     LogitsProcessorList,
-    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -25,63 +19,7 @@ from transformers.generation import (
 
 import selfspec
 from selfspec import Sampling, UserError, build_drafter, wrap_target
-from selfspec import hf as hf_module
-from selfspec.target.byte_tokenizer import byte_tokenizer
-from tiny_models import prompt_ids, tiny_llama, tiny_mistral
-
-VOCAB = 256
-PROMPT = torch.tensor([prompt_ids(6, vocab_size=VOCAB)])
-NEW = 24
-
-
-@functools.cache
-def model():
-    """A byte-level model whose greedy text is varied."""
-    return tiny_llama(vocab_size=VOCAB, seed=1)
-
-
-@functools.cache
-def drafters():
-    target = wrap_target(model())
-    return {
-        "none": None,
-        "name": "ngram",
-        "mapping": {"kind": "early_exit", "exit_layer": 2},
-        "first_layer": build_drafter("early_exit", target, exit_layer=1),
-        "always_right": build_drafter("independent", target, model=target),
-        "other_model": build_drafter("independent", target, model=wrap_target(tiny_llama(vocab_size=VOCAB, seed=5))),
-    }
-
-
-def plain(ids=PROMPT, **options):
-    return model().generate(ids, **{"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | options)
-
-
-def ours(ids=PROMPT, drafter="always_right", **options):
-    chosen = drafters().get(drafter, drafter) if isinstance(drafter, str) else drafter
-    return plain(ids, custom_generate=selfspec.hf_generate, drafter=chosen, **options)
-
-
-@functools.cache
-def free_run():
-    return plain()[0, PROMPT.shape[1] :].tolist()
-
-
-@functools.cache
-def left_padded():
-    """Three prompts of different lengths, padded on the left with an id that also is an ordinary token."""
-    prompts = [prompt_ids(length, seed=length, vocab_size=VOCAB) for length in (9, 2, 5)]
-    ids = torch.tensor([[7] * (9 - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (9 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return {"ids": ids, "attention_mask": mask}
-
-
-class ParityOfPrefix(LogitsProcessor):
-    """Forbids even or odd tokens, by the sum of everything so far (padding counts, as in generate)."""
-
-    def __call__(self, input_ids, scores):
-        tokens = torch.arange(scores.shape[1]) % 2
-        return scores.masked_fill(tokens == input_ids.sum(1, keepdim=True) % 2, -torch.inf)
+from tiny_models import tiny_llama, tiny_mistral
 
 
 class ByRow(LogitsProcessor):
@@ -109,6 +47,7 @@ OPTIONS = {
     "max_new_tokens": lambda: dict(max_new_tokens=13),
     "max_length": lambda: dict(max_new_tokens=None, max_length=20),
     "default_length": lambda: dict(max_new_tokens=None),
+    "max_time": lambda: dict(max_time=1e-9),
     "eos_token_id": lambda: dict(eos_token_id=some(1, 9)[0]),
     "several_eos": lambda: dict(eos_token_id=[*some(1, 15), *some(1, 7)]),
     "min_new_tokens": lambda: dict(eos_token_id=some(1, 3)[0], min_new_tokens=9),
@@ -185,235 +124,6 @@ def test_a_sliding_window_counts_from_the_first_token_of_a_left_padded_row():
     expected = windowed.generate(left_padded()["ids"], **options)
     options |= dict(custom_generate=selfspec.hf_generate, drafter={"kind": "early_exit", "exit_layer": 2})
     assert torch.equal(windowed.generate(left_padded()["ids"], **options), expected)
-
-
-# ---------------------------------------------------------------- stopping
-
-
-class Seen(StoppingCriteria):
-    """Remembers what it is shown, and never or sometimes ends a row."""
-
-    def __init__(self, stop=lambda ids: torch.zeros(len(ids), dtype=torch.bool)):
-        self.stop, self.seen = stop, []
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.seen.append((input_ids.tolist(), scores is None or len(scores)))
-        return self.stop(input_ids)
-
-
-STOPS = {
-    "each_row_at_its_token": lambda ids: ids[:, -1] % 5 == 0,
-    "all_rows_when_one_says_so": lambda ids: bool(ids[0, -1] % 5 == 0),  # a bool ends every row
-    "only_with_others_in_sight": lambda ids: (ids[:, -1].sum() % 7 == 0).expand(len(ids)),
-    "never": lambda ids: torch.zeros(len(ids), dtype=torch.bool),
-}
-
-
-@pytest.mark.parametrize("eos", [None, 11])
-@pytest.mark.parametrize("drafter", ["none", "name", "always_right", "other_model"])
-@pytest.mark.parametrize("stop", sorted(STOPS))
-def test_criteria_are_shown_every_committed_token_and_cut_where_generate_cuts(stop, drafter, eos):
-    for inputs in (dict(), left_padded()):
-        theirs, mine = Seen(STOPS[stop]), Seen(STOPS[stop])
-        expected = plain(**inputs, stopping_criteria=[theirs], eos_token_id=eos)
-        result = ours(**inputs, drafter=drafter, stopping_criteria=[mine], eos_token_id=eos)
-        assert torch.equal(result, expected)
-        assert mine.seen == theirs.seen
-
-
-def test_a_criterion_cuts_at_every_offset_inside_an_accepted_run():
-    for count in range(1, 12):
-        stop = Seen(lambda ids, count=count: ids[:, -1] == free_run()[count - 1])
-        assert torch.equal(ours(lookahead=4, stopping_criteria=[stop]), plain(stopping_criteria=[stop]))
-
-
-def test_stop_strings_end_where_generate_ends_them_also_across_tokens():
-    tokenizer = byte_tokenizer()
-    text = [tokenizer.decode([token]) for token in free_run()]
-    pairs = [at for at in range(1, NEW - 1) if (text[at] + text[at + 1]).isascii() and text[at] + text[at + 1] != "  "]
-    assert pairs, "the model writes some ASCII"
-    for at in pairs:
-        options = dict(stop_strings=["§never§", text[at] + text[at + 1]], tokenizer=tokenizer)
-        expected = plain(**options)
-        assert expected.shape[1] < PROMPT.shape[1] + NEW
-        for drafter in ("none", "always_right", "first_layer"):
-            assert torch.equal(ours(drafter=drafter, **options), expected)
-    assert torch.equal(ours(**left_padded(), **options), plain(**left_padded(), **options))
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(stop_strings=["x"]), "stop_strings need tokenizer"),
-        (dict(stop_strings=[""], tokenizer=byte_tokenizer()), "non-empty"),
-        (dict(stop_strings=[], tokenizer=byte_tokenizer()), "non-empty"),
-    ],
-)
-def test_bad_stop_strings_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        ours(**options)
-
-
-# ---------------------------------------------------------------- processors
-
-
-class Grammar(LogitsProcessor):
-    """Each generated token must be larger than the one before, modulo a jump; meets an illegal prefix with an error."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def allowed(self, last):
-        return (torch.arange(VOCAB) - last) % VOCAB < 40
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        for before, last in zip(input_ids[0, 5:], input_ids[0, 6:], strict=False):
-            assert self.allowed(before)[last], "a prefix that cannot come to be without speculation"
-        return scores.masked_fill(~self.allowed(input_ids[0, -1]), -torch.inf)
-
-
-@pytest.mark.parametrize("drafter", ["none", "name", "first_layer", "always_right"])
-def test_no_processor_sees_a_prefix_that_its_own_rules_exclude(drafter):
-    ids = torch.tensor([[200, 9, 30, 9, 30, 9]])  # prompt lookup drafts 30 after 9, again and again
-    expected = plain(ids, logits_processor=[Grammar()])
-    assert torch.equal(ours(ids, drafter=drafter, logits_processor=[Grammar()]), expected)
-
-
-def test_a_processor_that_changes_the_shape_is_named_with_its_position():
-    def half(ids, scores):
-        return scores[:, : VOCAB // 2]
-
-    with pytest.raises(UserError, match=r"position 6: function returned \(1, 128\).*\(1, 256\)"):
-        ours(logits_processor=[half])
-
-
-def test_processors_and_criteria_get_plain_tensors_they_may_keep():
-    kept = []
-
-    def keep(ids, scores):
-        kept.append(scores)
-        return scores
-
-    stop = Seen(lambda ids: kept.append(ids) or torch.zeros(len(ids), dtype=torch.bool))
-    result = ours(logits_processor=[keep], stopping_criteria=[stop])
-    assert kept and not any(tensor.is_inference() for tensor in [*kept, result])
-
-
-def test_a_tail_of_warpers_moves_into_sampling_and_nothing_else_does():
-    temperature, top_k, top_p, min_p = (
-        TemperatureLogitsWarper(0.5), TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1),
-    )  # fmt: skip
-    custom = ParityOfPrefix()
-    split = hf_module._split
-    assert split([custom, temperature, top_k, top_p, min_p], True) == (Sampling(0.5, 0.8, 9, 0.1), [custom])
-    assert split([custom, top_k], True) == (Sampling(1.0, top_k=9), [custom])
-    assert split([top_k, temperature], True) == (Sampling(0.5), [top_k])  # not the order of Sampling
-    assert split([temperature, temperature], True) == (Sampling(0.5), [temperature])
-    assert split([top_p, custom], True) == (Sampling(1.0), [top_p, custom])
-    assert split([TopPLogitsWarper(0.8, min_tokens_to_keep=3)], True)[0] == Sampling(1.0)
-    assert split([temperature, top_k], False) == (Sampling(), [temperature, top_k])
-
-
-# ---------------------------------------------------------------- streamers and the returned dict
-
-
-class Puts:
-    def __init__(self):
-        self.events = []
-
-    def put(self, value):
-        self.events.append((value.tolist(), value.device.type, value.dtype))
-
-    def end(self):
-        self.events.append("end")
-
-
-@pytest.mark.parametrize("drafter", ["none", "name", "always_right"])
-def test_a_streamer_gets_the_same_puts_as_from_generate(drafter):
-    for inputs in (dict(), left_padded()):
-        theirs, mine, bound = Puts(), Puts(), Puts()
-        expected = plain(**inputs, streamer=theirs, eos_token_id=11)
-        ours(**inputs, drafter=drafter, streamer=mine, eos_token_id=11)
-        function = functools.partial(selfspec.hf_generate, streamer=bound)
-        plain(**inputs, custom_generate=function, drafter=drafters()[drafter], eos_token_id=11)
-        assert mine.events == bound.events == theirs.events
-        assert [token for puts, *_ in mine.events[1:-1] for token in puts[:1]] == expected[
-            0, -len(mine.events) + 2 :
-        ].tolist()
-
-
-def test_a_text_iterator_streamer_ends_in_the_thread_that_reads_it():
-    tokenizer = byte_tokenizer()
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = threading.Thread(target=ours, kwargs=dict(streamer=streamer))
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert text == tokenizer.decode(free_run())
-
-
-KEPT = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
-
-
-@pytest.mark.parametrize("options", [dict(), dict(suppress_tokens=[1, 2], eos_token_id=11), dict(output_logits=False)])
-@pytest.mark.parametrize("drafter", ["none", "first_layer", "always_right"])
-def test_the_returned_dict_holds_what_generate_returns(drafter, options):
-    expected = plain(**KEPT | options)
-    result = ours(drafter=drafter, **KEPT | options)
-    assert type(result) is type(expected) and list(result) == list(expected)
-    assert torch.equal(result.sequences, expected.sequences)
-    for name in {"scores", "logits"} & set(expected):
-        for mine, theirs in zip(result[name], expected[name], strict=True):
-            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape and not mine.is_inference()
-            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("drafter", ["none", "first_layer", "always_right"])
-def test_the_scores_of_sampled_tokens_are_those_they_were_drawn_from(drafter):
-    result = ours(drafter=drafter, do_sample=True, seed=3, temperature=0.7, top_k=20, **KEPT)
-    with torch.no_grad():
-        logits_TV = model()(result.sequences).logits[0, PROMPT.shape[1] - 1 : -1]
-    torch.testing.assert_close(torch.cat(result.logits), logits_TV, atol=1e-4, rtol=1e-4)
-    scores_TV = TopKLogitsWarper(20)(None, TemperatureLogitsWarper(0.7)(None, logits_TV))
-    torch.testing.assert_close(torch.cat(result.scores), scores_TV, atol=1e-3, rtol=1e-3)
-
-
-def cache_of(result):
-    return next(value for name, value in result.items() if name in hf_module.CACHE_NAMES)
-
-
-def test_the_returned_cache_is_generates_and_carries_the_next_turn():
-    for name, subject in (("llama", model()), ("mistral", tiny_mistral(vocab_size=VOCAB, seed=2))):
-        options = dict(max_new_tokens=15, eos_token_id=None, return_dict_in_generate=True)
-        expected = subject.generate(PROMPT, **options)
-        drafter = {"kind": "early_exit", "exit_layer": 2}
-        result = subject.generate(PROMPT, custom_generate=selfspec.hf_generate, drafter=drafter, **options)
-        for mine, theirs in zip(cache_of(result).layers, cache_of(expected).layers, strict=True):
-            torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
-        turn = torch.cat([result.sequences, torch.tensor([[5, 8, 13]])], 1)
-        again = dict(max_new_tokens=9, eos_token_id=None, past_key_values=cache_of(result))
-        assert torch.equal(
-            subject.generate(turn, **again), subject.generate(turn, max_new_tokens=9, eos_token_id=None)
-        ), name
-
-
-def test_the_returned_cache_of_a_left_padded_batch_carries_the_next_turn():
-    asked = dict(return_dict_in_generate=True, max_new_tokens=8)
-    result = ours(**left_padded(), **asked)
-    turn = torch.cat([result.sequences, torch.full((3, 2), 17)], 1)
-    mask = torch.nn.functional.pad(left_padded()["attention_mask"], (0, 10), value=1)
-    expected = plain(turn, attention_mask=mask)
-    assert torch.equal(plain(turn, attention_mask=mask, past_key_values=cache_of(result)), expected)
-
-
-def test_criteria_see_the_scores_when_they_are_kept():
-    theirs, mine = Seen(), Seen()
-    asked = dict(return_dict_in_generate=True, output_scores=True)
-    plain(stopping_criteria=[theirs], **asked)
-    ours(stopping_criteria=[mine], **asked)
-    assert mine.seen == theirs.seen and mine.seen[-1][1] == NEW
 
 
 # ---------------------------------------------------------------- sampling
@@ -521,6 +231,10 @@ REFUSALS = {
     "force_words_ids": lambda: dict(force_words_ids=[[5]]),
     "prompt_lookup_num_tokens": lambda: dict(prompt_lookup_num_tokens=3),
     "assistant_early_exit": lambda: dict(assistant_early_exit=1),
+    "use_mtp": lambda: dict(use_mtp=True),
+    "is_assistant": lambda: dict(is_assistant=True),
+    "num_beam_groups": lambda: dict(num_beam_groups=2),
+    "diversity_penalty": lambda: dict(diversity_penalty=0.5),
     "assistant_model": lambda: dict(assistant_model=tiny_llama(vocab_size=VOCAB)),
     "synced_gpus": lambda: dict(synced_gpus=True),
     "guidance_scale": lambda: dict(guidance_scale=1.5),
@@ -583,157 +297,3 @@ def test_inside_another_plain_generate_nothing_of_its_is_taken():
 
     plain(max_new_tokens=2, streamer=outer, logits_processor=[nested])
     assert len(outer.events) == 1 + 2 + 1 and inner[0].shape[1] == 8
-
-
-# ---------------------------------------------------------------- the model is left as it was
-
-
-def state_of(subject):
-    """Everything of a model that a call could change: weights, buffers, configs, and what hangs on its modules."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted({**subject.state_dict(), **dict(subject.named_buffers())}.items()):
-        digest.update(name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    modules = [
-        (
-            name,
-            id(child),
-            child.training,
-            sorted(child.__dict__),
-            len(child._forward_hooks),
-            len(child._forward_pre_hooks),
-        )
-        for name, child in subject.named_modules()
-    ]
-    config = (subject.config.to_dict(), subject.config._attn_implementation, subject.generation_config.to_dict())
-    return digest.hexdigest(), modules, config
-
-
-class Breaks:
-    """Fails at its second use, as a processor, a criterion, a streamer or a drafter."""
-
-    name, max_drafted = "breaks", None
-
-    def __init__(self):
-        self.uses = 0
-
-    def __call__(self, input_ids, scores):
-        self.uses += 1
-        if self.uses > 1:
-            raise KeyError("broken on purpose")
-        return scores if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
-
-    def put(self, value):
-        self(value, value)
-
-    def start(self, rows):
-        pass
-
-    def prefill(self, rows, row, start, end):
-        pass
-
-    def propose(self, rows, num_drafted, sampler):
-        self(rows, rows)
-        return drafters()["always_right"].propose(rows, num_drafted, sampler)
-
-
-def test_the_model_is_unmodified_after_calls_and_after_exceptions():
-    before = state_of(model())
-    expected = ours()
-    ours(do_sample=True, seed=1, **left_padded())
-    assert state_of(model()) == before
-    for broken in (
-        lambda: dict(logits_processor=[Breaks()]),
-        lambda: dict(stopping_criteria=[Breaks()]),
-        lambda: dict(streamer=Breaks()),
-        lambda: dict(drafter=Breaks()),
-    ):
-        with pytest.raises((KeyError, AssertionError)):
-            ours(**broken())
-        assert state_of(model()) == before
-        assert torch.equal(ours(), expected) and torch.equal(plain(), expected)
-
-
-def test_the_model_is_wrapped_once_and_again_when_it_changed():
-    subject = tiny_llama(vocab_size=VOCAB, seed=3)
-    options = dict(max_new_tokens=12, eos_token_id=None)
-
-    def check(prompt=PROMPT):
-        result = subject.generate(prompt, custom_generate=selfspec.hf_generate, drafter="ngram", **options)
-        assert torch.equal(result, subject.generate(prompt, **options))
-        return hf_module._WRAPPED[subject].target, result
-
-    first, tokens = check()
-    assert check()[0] is first
-    with torch.no_grad():
-        subject.model.layers[1].mlp.up_proj.weight.mul_(-1)  # in place: the same target sees it
-    same, changed = check()
-    assert same is first and not torch.equal(changed, tokens)
-    subject.to(torch.float64)
-    assert check()[0].dtype == torch.float64
-    subject.to(torch.float32).resize_token_embeddings(VOCAB + 3)
-    assert check()[0].vocab_size == VOCAB + 3
-    subject.lm_head = torch.nn.Linear(32, VOCAB + 3, bias=False)
-    second = check()[0]
-    subject.model.layers[0], subject.model.layers[1] = subject.model.layers[1], subject.model.layers[0]
-    for index, layer in enumerate(subject.model.layers):
-        layer.self_attn.layer_idx = index
-    assert check()[0] is not second
-
-
-def test_a_model_nobody_else_holds_is_freed():
-    subject = tiny_llama(vocab_size=VOCAB, seed=4)
-    subject.generate(PROMPT, custom_generate=selfspec.hf_generate, drafter="ngram", max_new_tokens=3)
-    alive = weakref.ref(subject)
-    del subject
-    gc.collect()
-    assert alive() is None
-
-
-def test_a_drafter_built_before_a_conversion_is_refused():
-    subject = tiny_llama(vocab_size=VOCAB, seed=4)
-    drafter = build_drafter("early_exit", wrap_target(subject), exit_layer=1)
-    subject.to(torch.float64)
-    with pytest.raises(UserError, match="before the model was converted"):
-        subject.generate(PROMPT, custom_generate=selfspec.hf_generate, drafter=drafter)
-
-
-# ---------------------------------------------------------------- threads
-
-
-def test_threads_on_one_model_do_not_disturb_each_other():
-    """Plain generate, greedy and sampled hf_generate with one shared drafter, and a failing call, all at once."""
-    shared = drafters()["first_layer"]
-    prompts = [torch.tensor([prompt_ids(length, seed=length, vocab_size=VOCAB)]) for length in (3, 70, 9)]
-    jobs = {
-        "plain": lambda: [plain(ids).tolist() for ids in prompts],
-        "greedy": lambda: [ours(ids, drafter=shared).tolist() for ids in prompts],
-        "sampled": lambda: [ours(ids, drafter=shared, do_sample=True, seed=4).tolist() for ids in prompts],
-        "batched": lambda: ours(**left_padded(), drafter=shared, logits_processor=[ParityOfPrefix()]).tolist(),
-    }
-    expected = {name: job() for name, job in jobs.items()}
-    assert expected["plain"] == expected["greedy"]
-    before = state_of(model())
-    barrier, wrong = threading.Barrier(len(jobs) + 1), []
-
-    def repeat(name, job):
-        barrier.wait()
-        for _ in range(6):
-            try:
-                if job() != expected[name]:
-                    wrong.append(name)
-            except Exception as error:
-                wrong.append((name, error))
-
-    def fail():
-        barrier.wait()
-        for _ in range(12):
-            with pytest.raises(KeyError):
-                ours(logits_processor=[Breaks()])
-
-    threads = [threading.Thread(target=repeat, args=item) for item in jobs.items()] + [threading.Thread(target=fail)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert state_of(model()) == before
