@@ -168,6 +168,12 @@ def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:
         }
     else:
         provenance = json.loads(path.read_text())
+        before = provenance["fingerprints"]
+        if changed := sorted(name for name in now["fingerprints"] if now["fingerprints"][name] != before.get(name)):
+            raise UserError(
+                f"{writer.path} was begun with other contents of: {', '.join(changed)}. Delete it, or choose another "
+                "name=... for what there is now."
+            )
         if provenance["git"] != now["git"]:
             warn(f"{writer.path} was begun by other code than this; provenance.json records both.")
         provenance["resumed"].append({name: now[name] for name in ("time_utc", "argv", "git")})

@@ -131,6 +131,19 @@ def test_an_interrupted_run_says_that_it_can_go_on(compare, monkeypatch, capsys,
     assert len(provenance["resumed"]) == 1
 
 
+def test_a_run_is_not_resumed_with_other_prompts_under_the_same_path(compare, monkeypatch, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_id": "a", "prompt": "One."}\n')
+    arguments = ("prompts=jsonl", f"prompts.path={prompts}")
+    monkeypatch.setattr(RunWriter, "finish", lambda writer, summary: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        compare(*arguments)
+    monkeypatch.undo()
+    prompts.write_text('{"prompt_id": "a", "prompt": "Two."}\n')
+    with pytest.raises(UserError, match="begun with other contents of: prompt_token_ids, prompts"):
+        compare(*arguments)
+
+
 @pytest.mark.slow
 def test_kill_9_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
     overrides = ["max_new_tokens=150", "ignore_eos=true"]
@@ -182,16 +195,6 @@ def test_a_mismatch_is_written_down_and_then_fails_the_run(compare, monkeypatch,
     assert all(entry["divergence_class"] == "mismatch" and entry["top2_margin"] > 0 for entry in differing)
     with pytest.raises(UserError, match="not the target's own"):  # showing it again says it again
         compare()
-
-
-def test_coupled_sampling_is_compared_token_by_token_and_rejection_is_not(compare, tmp_path: Path) -> None:
-    summary, folder = compare("sampling=t1", "acceptance=coupled")
-    assert summary["methods"]["early_exit"]["equality"] == {"identical": 4, "near_tie": 0, "mismatch": 0}
-    assert summary["methods"]["hf_generate"]["equality"] is None, "transformers draws with other noise"
-    (folder / "DONE").unlink()
-    folder.rename(tmp_path / "elsewhere")
-    summary, _ = compare("sampling=t1", "acceptance=rejection")
-    assert summary["methods"]["early_exit"]["equality"] is None
 
 
 def test_several_turns_continue_from_the_same_answers(compare, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from selfspec.prompts import prompts_from_config, prompts_hash, take_evenly
 from selfspec.records import to_json
 from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target, load_target
+from selfspec.training.identity import target_identity
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Bench:
     items: list[Item]
     num_turns: int
     comparison: Comparison
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str]  # of the weights and the prompts: what a path in the config does not tell
 
 
 def assemble(config: CompareConfig) -> Bench:
@@ -53,12 +54,20 @@ def assemble(config: CompareConfig) -> Bench:
     plain.memory = alone
     methods = [plain, decode_method(AR, target, None, build_lookahead(1), settings, capacity)]
     methods[-1].memory = alone
+    fingerprints = {
+        "target": target_identity(target)["fingerprint"],
+        "prompts": prompts_hash(prompts),
+        # changes with the tokenizer and the chat template too
+        "prompt_token_ids": hashlib.sha256(to_json([item.token_ids for item in items]).encode()).hexdigest(),
+    }
     for label, options in config.drafters.items():
         with growth(target.device) as grown:
             drafter = drafter_of(options, target)
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)
+        if isinstance(model := getattr(drafter, "model", None), Target):
+            fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
     tolerance = config.measure.near_tie_tolerance or TOLERANCE[config.runtime.dtype]
     return Bench(
         target=target,
@@ -66,11 +75,7 @@ def assemble(config: CompareConfig) -> Bench:
         items=items,
         num_turns=sum(len(prompt.turns) for prompt in prompts),
         comparison=Comparison(target, settings.sampling, settings.acceptance, config.seed, tolerance),
-        fingerprints={
-            "prompts_sha256": prompts_hash(prompts),
-            # changes with the tokenizer and the chat template too
-            "prompt_token_ids_sha256": hashlib.sha256(to_json([item.token_ids for item in items]).encode()).hexdigest(),
-        },
+        fingerprints=fingerprints,
     )
 
 
