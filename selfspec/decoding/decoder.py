@@ -7,6 +7,7 @@ and cache as they were: rows are released, and what is in the cache stays usable
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from selfspec.cache import Storage, make_cache, storage_for
@@ -24,6 +25,7 @@ from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
 from selfspec.drafters import Drafter, NoDraft
+from selfspec.drafters.synthetic import Synthetic
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Sampling, build_rule, build_transforms
@@ -102,6 +104,9 @@ class Decoder:
             requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
+        if isinstance(self.drafter, Synthetic):  # drafts the target's own tokens: they are found first, off the clock
+            self.drafter.check(rule)
+            self.drafter.learn(self._autoregressive(requests, sampler, stop, eos))
         rows = self._rows_for(requests, round_width(self.drafter, policy), eos)
         if not reuse:
             rows.cache.forget()
@@ -121,6 +126,15 @@ class Decoder:
             self.rows = None  # a half-written round is not worth keeping
             raise
         return [outputs[index] for index in range(len(requests))]
+
+    def _autoregressive(
+        self, requests: Sequence[Request], sampler: Sampler, stop: StopStrings, eos: Sequence[int]
+    ) -> list[list[int]]:
+        """Prompt and plain output of every request, on a cache that is gone afterwards."""
+        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos)
+        at_once = [replace(request, arrival_s=0.0) for request in requests]
+        outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once)
+        return [request.prompt_ids + outputs[request.index].token_ids for request in requests]
 
     def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int]) -> Rows:
         """The rows there are, if their cache has room for these requests; else new ones."""

@@ -19,6 +19,7 @@ DRAFTERS = {
     "early_exit": "selfspec.drafters.early_exit",
     "independent": "selfspec.drafters.independent",
     "ngram": "selfspec.drafters.ngram",
+    "synthetic": "selfspec.drafters.synthetic",
 }
 NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
 
