@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from selfspec.cache import Storage, make_cache, storage_for
+from selfspec.decoding.graphs import check_mode
 from selfspec.decoding.loop import RoundEvent, run_requests
 from selfspec.decoding.requests import (
     Output,
@@ -38,7 +39,8 @@ class Decoder:
     The cache grows (is allocated anew) only when a call needs more slots than any before; give `capacity` (tokens per
     row) to allocate once. cache: "contiguous", "paged" (blocks, shared by rows whose prompts begin alike), or a
     `selfspec.cache.Paged` with its own block size and number of blocks. With `reuse=True` a prompt that continues what
-    its row holds (a further turn of a chat) only has its new tokens processed.
+    its row holds (a further turn of a chat) only has its new tokens processed. rounds: on CUDA "auto" (one graph per
+    round where that is possible), or "whole", "split" (two graphs) or "eager", see `selfspec.decoding.graphs`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Decoder:
         max_batch_rows: int = 1,
         capacity: int = 0,
         cache: str | Storage = "contiguous",
+        rounds: str = "auto",
     ) -> None:
         if isinstance(max_batch_rows, bool) or not isinstance(max_batch_rows, int) or max_batch_rows < 1:
             raise UserError(f"max_batch_rows={max_batch_rows!r} is not possible: allowed is 1 or more.")
@@ -55,6 +58,7 @@ class Decoder:
         self.drafter: Drafter = check_drafter(target, drafter)
         self.max_batch_rows = max_batch_rows
         self.storage = storage_for(cache)
+        self.mode = check_mode(rounds)
         self._longest = [capacity] * max_batch_rows  # the longest requests seen, in tokens: what the cache is made for
         self.rows: Rows | None = None
 
@@ -120,6 +124,7 @@ class Decoder:
                 requests,
                 on_round,
                 reuse,
+                mode=self.mode,
                 interleave_prefill=interleave_prefill,
             )
         except BaseException:
@@ -133,7 +138,7 @@ class Decoder:
         """Prompt and plain output of every request, on a cache that is gone afterwards."""
         rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos)
         at_once = [replace(request, arrival_s=0.0) for request in requests]
-        outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once)
+        outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once, mode=self.mode)
         return [request.prompt_ids + outputs[request.index].token_ids for request in requests]
 
     def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int]) -> Rows:

@@ -2,23 +2,28 @@
 
 On a GPU a round is hundreds of small kernels, and launching them from Python costs more than running them. Everything a
 round reads and writes lies in `Rows` and never moves, nothing in it reads the host, and shapes depend on (rows, K,
-extent) alone, so it can be captured once per such shape and replayed. Capture and its warm-up run with all rows idle:
-they write to the trash slots and to the tentative area only, so no state has to be saved or restored.
+extent) alone, so it can be captured once per such shape and replayed. Capturing runs the round with all rows idle: it
+writes to the trash slots and to the tentative area only, so no state has to be saved or restored.
 
-The noise is a function of (seed, request, position), so replays need no generator state; the seed is a tensor here.
-The same code runs eagerly on the CPU, where the tests check what a graph relies on: fixed shapes, fixed addresses, no
-host reads (tests/decoding/test_rounds.py); `pytest -m gpu` checks the graphs themselves.
+What a graph has baked in is in a key: K and extent here; drafter, transforms, rule and halves in `choose_rounds`; the
+ends of sequence in `Rows.set_eos`. The noise is a function of (seed, request, position), so replays need no generator
+state; the seed is a tensor here. The same code runs eagerly on the CPU, where the tests check what a graph relies on
+and replay recorded operators (tests/decoding/test_rounds.py, tests/gpu); `pytest -m gpu` checks the graphs themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+import warnings
+import weakref
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from selfspec.decoding.capture import CudaRecorder, NotCapturable, Read, Recorder, Recording
 from selfspec.decoding.round import decode_round, settle, verify
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
@@ -26,9 +31,9 @@ from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters.base import Draft, Drafter
 from selfspec.errors import UserError
 
-EXTENT_BUCKET = 256  # slots; one graph per bucket, and attention reads at most this many stale slots
-WARMUPS = 2
-Read = Callable[[], list[list[float]]]
+EXTENT_BUCKET = 256  # slots; attention reads at most this many stale slots, or an eighth of them all
+MAX_GRAPHS = 64  # shapes per drafter and sampling; the one not used for longest goes
+MAX_SETTINGS = 8  # drafters and samplings per set of rows
 MODES = ("auto", "eager", "split", "whole")
 
 
@@ -54,86 +59,106 @@ class EagerRounds:
         return decode_round(self.rows.target, self.drafter, self.rows, num_drafted, self.sampler, stopwatch).tolist
 
 
-class GraphedRounds:
-    """Whole rounds, or the two halves of a round, as CUDA graphs: one per (K, extent bucket)."""
+@dataclass
+class Captured:
+    """A round of one shape, and where it leaves its report."""
 
-    def __init__(self, drafter: Drafter, rows: Rows, sampler: Sampler, whole: bool) -> None:
-        self.drafter, self.rows, self.whole = drafter, rows, whole
+    recording: Recording
+    report: Tensor
+
+
+class GraphedRounds:
+    """Whole rounds, or the two halves of a round, as graphs: one recording per (K, extent).
+
+    fall_back: what cannot be captured is launched from Python, with a warning; else it is an error.
+    """
+
+    def __init__(
+        self, drafter: Drafter, rows: Rows, sampler: Sampler, whole: bool, recorder: Recorder, fall_back: bool = False
+    ) -> None:
+        self.drafter, self.whole, self.fall_back = drafter, whole, fall_back
         self.seed = torch.tensor(0, dtype=torch.int64, device=rows.device)
         self.sampler = replace(sampler, seed=self.seed)
         self.lag = 1 if whole else 0
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[tuple[int, int], list[torch.cuda.CUDAGraph]] = {}
-        self._reports: dict[tuple[int, int], Tensor] = {}
+        self.num_captures, self.capture_s = 0, 0.0
+        self._rows = weakref.ref(rows)  # the rows hold this object: in a cycle their cache would outlive them
+        self._recorder = recorder
+        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
+        self._capturable = True
+        self._unread: deque[int] = deque(maxlen=self.lag)  # tokens that rounds not yet read may have added to a row
         self.reseed(sampler)
 
+    @property
+    def rows(self) -> Rows:
+        rows = self._rows()
+        assert rows is not None, "rounds do not outlive their rows"
+        return rows
+
     def reseed(self, sampler: Sampler) -> None:
-        """A new seed for the same transforms and rule: no new capture."""
-        self.seed.fill_(int(sampler.seed))
+        """A new seed for the same transforms and rule: no new capture. Any integer, as in `splitmix64`."""
+        seed = int(sampler.seed) % 2**64
+        self.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
 
     def __call__(self, num_drafted: int, stopwatch: Stopwatch) -> Read:
-        # the host knows the lengths of `lag` rounds ago: each may have added K+1 tokens since
-        needed = self.rows.extent(0, (num_drafted + 1) * (self.lag + 1))
-        extent = min(-(-needed // EXTENT_BUCKET) * EXTENT_BUCKET, self.rows.cache.num_slots)
-        key = (num_drafted, extent)
-        if key not in self._graphs:
-            self._capture(key)
-        for graph, phase in zip(self._graphs[key], ("draft", "verify"), strict=False):
+        rows = self.rows
+        extent = bucket(rows.extent(0, num_drafted + 1) + sum(self._unread), rows.cache.num_slots)
+        self._unread.append(num_drafted + 1)
+        if self._capturable and (num_drafted, extent) not in self._captured:
+            with stopwatch.paused():
+                self._capture(num_drafted, extent)
+        if not self._capturable:
+            return self._recorder.to_host(self._launch(num_drafted, extent))
+        self._captured.move_to_end((num_drafted, extent))
+        captured = self._captured[num_drafted, extent]
+        for graph, phase in zip(captured.recording.graphs, ("draft", "verify"), strict=False):
             graph.replay()
             if not self.whole:
                 stopwatch.mark(phase)
-        return _to_host(self._reports[key])
+        return self._recorder.to_host(captured.report)
 
-    def _capture(self, key: tuple[int, int]) -> None:
-        num_drafted, extent = key
+    def _capture(self, num_drafted: int, extent: int) -> None:
+        rows, begin = self.rows, time.perf_counter()
         draft: list[Draft] = []
         report: list[Tensor] = []
 
         def first_half() -> None:
-            draft[:] = [self.drafter.propose(self.rows, num_drafted, self.sampler)]
+            draft[:] = [self.drafter.propose(rows, num_drafted, self.sampler)]
 
         def second_half() -> None:
-            logits_BTV = verify(self.rows.target, self.rows, draft[0])
-            report[:] = [settle(self.rows, draft[0], logits_BTV, self.sampler)]
+            logits_BTV = verify(rows.target, rows, draft[0])
+            report[:] = [settle(rows, draft[0], logits_BTV, self.sampler)]
 
         def both() -> None:
             first_half()
             second_half()
 
-        with self.rows.idle(extent):
-            self._graphs[key] = self._record([both] if self.whole else [first_half, second_half])
-        self._reports[key] = report[0]
+        try:
+            with rows.idle(extent):
+                recording = self._recorder.record([both] if self.whole else [first_half, second_half])
+        except NotCapturable as error:
+            if not self.fall_back:
+                raise
+            warnings.warn(f"{self.drafter.name}: rounds are launched from Python. {error}", stacklevel=2)
+            self._capturable = False
+            return
+        self._captured[num_drafted, extent] = Captured(recording, report[0])
+        if len(self._captured) > MAX_GRAPHS:
+            self._captured.popitem(last=False)
+        self.num_captures += 1
+        self.capture_s += time.perf_counter() - begin
 
-    def _record(self, parts: list[Callable[[], None]]) -> list[torch.cuda.CUDAGraph]:
-        """Warm up on a side stream, then capture each part in turn. An error leaves nothing half-captured behind."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUPS):
-                for part in parts:
-                    part()
-        torch.cuda.current_stream().wait_stream(side)
-        graphs = []
-        for part in parts:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                part()
-            graphs.append(graph)
-        return graphs
+    def _launch(self, num_drafted: int, extent: int) -> Tensor:
+        """The same round without a graph; the host's lengths may be a round old, so the extent is given here too."""
+        rows = self.rows
+        with rows.reading(extent):
+            untimed = Stopwatch(rows.device, wait=False)
+            return decode_round(rows.target, self.drafter, rows, num_drafted, self.sampler, untimed)
 
 
-def _to_host(report: Tensor) -> Read:
-    """Copy a report behind the round that makes it; the next replay, which overwrites it, is queued behind the copy."""
-    pinned = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-    pinned.copy_(report, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def read() -> list[list[float]]:
-        arrived.synchronize()
-        return pinned.tolist()
-
-    return read
+def bucket(num_slots: int, most: int) -> int:
+    """The extent that a graph is captured for: few of them, at most `EXTENT_BUCKET` slots or an eighth too long."""
+    step = max(EXTENT_BUCKET, (1 << (num_slots - 1).bit_length()) // 16)
+    return min(-(-num_slots // step) * step, most)
 
 
 def choose_rounds(drafter: Drafter, rows: Rows, sampler: Sampler, mode: str = "auto") -> Rounds:
@@ -141,17 +166,35 @@ def choose_rounds(drafter: Drafter, rows: Rows, sampler: Sampler, mode: str = "a
 
     UserError for a graph on a CPU, or around a caller's processors, which are Python.
     """
-    if mode not in MODES:
-        raise UserError(f"rounds={mode!r} is unknown. Allowed: {', '.join(MODES)}.")
-    capturable = rows.device.type == "cuda" and not getattr(sampler.transforms, "processors", ())
+    check_mode(mode)
+    capturable = can_be_captured(rows, sampler)
     if mode in ("split", "whole") and not capturable:
         raise UserError(f"rounds={mode!r} needs a CUDA device and no HF processors. Use rounds='auto' or 'eager'.")
     if mode == "eager" or not capturable:
         return EagerRounds(drafter, rows, sampler)
-    key = (mode, id(drafter), repr(getattr(sampler.transforms, "sampling", None)), sampler.rule.name)
-    rounds = rows.rounds.get(key)
+    whole, strict = mode != "split", mode != "auto"
+    settings = getattr(sampler.transforms, "sampling", None)
+    transforms = id(sampler.transforms) if settings is None else repr(settings)
+    key = (whole, strict, id(drafter), transforms, type(sampler.rule), sampler.rule.name)
+    rounds = rows.rounds.pop(key, None)
     if isinstance(rounds, GraphedRounds):
         rounds.reseed(sampler)
-        return rounds
-    rows.rounds[key] = rounds = GraphedRounds(drafter, rows, sampler, whole=mode != "split")
+    else:
+        rounds = GraphedRounds(drafter, rows, sampler, whole, CudaRecorder(rows.device), fall_back=not strict)
+    rows.rounds[key] = rounds  # the last in order of use
+    if len(rows.rounds) > MAX_SETTINGS:
+        del rows.rounds[next(iter(rows.rounds))]
     return rounds
+
+
+def check_mode(mode: str) -> str:
+    """One of MODES, or UserError."""
+    if mode not in MODES:
+        raise UserError(f"rounds={mode!r} is unknown. Allowed: {', '.join(MODES)}.")
+    return mode
+
+
+def can_be_captured(rows: Rows, sampler: Sampler) -> bool:
+    """On CUDA, unless the caller's own Python takes part: HF processors, or a sampler that keeps what it sees."""
+    own_python = getattr(sampler.transforms, "processors", ()) or type(sampler) is not Sampler
+    return rows.device.type == "cuda" and not own_python

@@ -132,7 +132,7 @@ def run_prompt(drafter: Drafter, rows: Rows, row: int, running: Running, stopwat
     if stop == end:
         rows.resume(row)
         rows.publish(row)
-        running.decode_start_s = stopwatch.now()
+        running.decode_start_s = stopwatch.settled()  # the prompt's time is not the first round's
         running.output.prefill_s = running.decode_start_s - running.begin_s - running.output.admitted_s
 
 

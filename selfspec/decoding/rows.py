@@ -176,12 +176,20 @@ class Rows:
         """All rows idle and every pass `extent` slots wide: running a round then changes nothing that counts."""
         active_B = self.active_B.clone()
         self.active_B.fill_(False)
+        try:
+            with self.reading(extent):
+                yield
+        finally:
+            self.active_B.copy_(active_B)
+
+    @contextmanager
+    def reading(self, extent: int) -> Iterator[None]:
+        """Every pass `extent` slots wide: for a round that is launched before the lengths of the last one are read."""
         self._fixed_extent = extent
         try:
             yield
         finally:
             self._fixed_extent = None
-            self.active_B.copy_(active_B)
 
     def open(self, first: int, width: int) -> Pass:
         """A pass of the target over `positions(first, width)`."""
