@@ -74,9 +74,9 @@ def accept_block(
     q_BV = torch.where((num_accepted_B < num_tested_B)[:, None], at(q_BTV, num_accepted_B), 0)
     difference_BV = (mass_B1 * p_BV - q_BV).clamp_min(0)
     weights_BV = torch.where(difference_BV.amax(-1, keepdim=True) > 0, difference_BV, p_BV)
-    drafted = node_T[:K] < num_drafted_B[:, None]
+    judged_BK = node_T[:K] < num_tested_B[:, None]  # where p is bad, a bad q is not the drafter's fault
     error_B = faults.earliest(
-        faults.ending_fault(logits_BTV, num_accepted_B), faults.draft_fault(q_BKV, q_x_BK, drafted)
+        faults.ending_fault(logits_BTV, num_accepted_B), faults.draft_fault(q_BKV, q_x_BK, judged_BK)
     )
     return Verdict(num_accepted_B, draw(weights_BV, u_residual_B), error_B)
 
