@@ -5,12 +5,12 @@ drafted one included (Kangaroo's order, Liu et al. 2024: the shallow pass comes 
 verification runs [E, L) and no layer below E ever sees a token twice. LayerSkip (Elhoushi et al. 2024) is this with a
 model trained for it; an untrained model agrees with its own exits too rarely to gain.
 
-Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's head to the first
-d_vocab token ids (lossless: q then has smaller support).
+Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's K of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from selfspec.drafters.base import Draft, stack_q
+from selfspec.drafters.draft_vocab import draft_token_ids
 from selfspec.errors import UserError
 from selfspec.target import Target
 
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Options:
-    """exit_layer: layers run by the draft, 1..L−1."""
+    """exit_layer: layers run by the draft, 1..L−1. d_vocab: size of the reduced draft vocabulary; None: all tokens.
+    draft_vocab: a file with `token_ids`, likeliest first (safetensors); None: the tokenizer's first ids.
+    """
 
     exit_layer: int
+    d_vocab: int | None = None
+    draft_vocab: str | None = None
 
 
 class EarlyExit:
@@ -39,7 +44,9 @@ class EarlyExit:
     name = "early_exit"
     max_drafted: int | None = None
 
-    def __init__(self, target: Target, exit_layer: int) -> None:
+    def __init__(
+        self, target: Target, exit_layer: int, d_vocab: int | None = None, draft_vocab: str | None = None
+    ) -> None:
         if not 1 <= exit_layer < target.num_layers:
             raise UserError(
                 f"exit_layer={exit_layer} is not possible with {target.name}, which has {target.num_layers} layers: "
@@ -47,6 +54,11 @@ class EarlyExit:
             )
         self.target = target
         self.exit_layer = exit_layer
+        self._head: Callable[[Tensor], Tensor] = target.head
+        if d_vocab is not None:
+            self._head = target.reduced_head(draft_token_ids(target, d_vocab, draft_vocab))
+        elif draft_vocab is not None:
+            raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
 
     def start(self, rows: Rows) -> None:
         rows.draft_state = None
@@ -61,7 +73,7 @@ class EarlyExit:
             hidden_B1M = self.target.embed(rows.window(step, 1))
             hidden.append(self.target.run_layers(hidden_B1M, 0, self.exit_layer, rows.open(step, 1)))
             if step < num_drafted:  # the last drafted token is run, but nothing is drafted from it
-                _, q_BV = sampler.draw(rows, step, self.target.head(hidden[-1])[:, 0])
+                _, q_BV = sampler.draw(rows, step, self._head(hidden[-1])[:, 0])
                 q.append(q_BV)
         return Draft(
             tokens_BK=rows.window(1, num_drafted),
@@ -73,4 +85,4 @@ class EarlyExit:
 
 
 def build(target: Target, options: Options) -> EarlyExit:
-    return EarlyExit(target, options.exit_layer)
+    return EarlyExit(target, options.exit_layer, options.d_vocab, options.draft_vocab)

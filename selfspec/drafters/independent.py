@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.sampler import Sampler
 
-PREFILL_CHUNK = 64
+PREFILL_CHUNK = 65  # a chunk of the target and the token before it, in one pass
 
 
 @dataclass

@@ -18,7 +18,6 @@ from selfspec.config import GenerateConfig
 from selfspec.decoding import decode
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import build_drafter
-from selfspec.sampling import Sampling
 from selfspec.target import Target
 
 Timed = Callable[[], object]
@@ -137,8 +136,14 @@ def round_shares(target: Target, config: SpeedConfig) -> dict[str, dict[str, flo
     shares = {}
     for label, drafter in drafters.items():
         for _ in range(2):  # the first is the warm-up
-            options = dict(max_new_tokens=config.max_new_tokens, lookahead=config.lookahead)
-            rounds = decode(target, drafter, [ids], ignore_eos=True, sampling=Sampling(), **options)[0].rounds
+            rounds = decode(
+                target,
+                drafter,
+                [ids],
+                max_new_tokens=config.max_new_tokens,
+                lookahead=config.lookahead,
+                ignore_eos=True,
+            )[0].rounds
         draft, verify, other = (
             float(np.median([getattr(record, name) for record in rounds]))
             for name in ("draft_s", "verify_s", "other_s")

@@ -96,7 +96,7 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def _as_config(given: str | Path | TargetConfig, trust_remote_code: bool) -> tuple[TargetConfig, str]:
     """A conf name wins; then an existing path; then a hub id of the form owner/name."""
     if isinstance(given, TargetConfig):
-        return given, given.path or given.kind
+        return given, given.name or given.path or given.kind
     text = str(given)
     if text in conf_names("target"):
         return _typed(load_conf("target", text)), text

@@ -10,6 +10,7 @@ Shape letters: B rows, T positions in this pass, M model width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -26,6 +27,7 @@ from selfspec.sampling import Sampling
 from selfspec.target.attention import IMPLEMENTATION
 from selfspec.target.families import family_of, length_dependent, max_positions
 from selfspec.target.hf_baseline import HFOutput, hf_generate
+from selfspec.target.packed import PackedLinear
 from selfspec.target.views import module_view
 from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
 
@@ -48,7 +50,7 @@ class Target:
         self._embed: nn.Module = _part(view, family.embed)
         self.layers: list[Any] = list(_part(view, family.layers))
         self._norm: nn.Module = _part(view, family.norm) or nn.Identity()
-        self._rotary: nn.Module | None = _part(view, family.rotary) if family.rotary else None
+        self._rotary: nn.Module | None = _own_rotary(_part(view, family.rotary)) if family.rotary else None
         self._head: Any = _part(view, family.head)
         self._positions: Any = _part(view, family.learned_positions) if family.learned_positions else None
         self._embed_scale = family.embed_scale(config)
@@ -157,6 +159,21 @@ class Target:
         """Final norm and LM head, `[B, T, V]` in the model's dtype, scaled or soft-capped as the model does it."""
         return self.family.finish_logits(self._head(self._norm(hidden_BTM)), self.config)
 
+    def reduced_head(self, token_ids_N: Tensor) -> Callable[[Tensor], Tensor]:
+        """Final norm and the head of these tokens only: logits `[B, T, V]`, −inf for all others.
+
+        For drafts: q then has smaller support, which costs acceptance and never exactness.
+        """
+        bias = getattr(self.head_module, "bias", None)
+        linear = PackedLinear(self.head_weight_VM[token_ids_N], None if bias is None else bias[token_ids_N])
+
+        def head(hidden_BTM: Tensor) -> Tensor:
+            logits_BTN = self.family.finish_logits(linear(self._norm(hidden_BTM)), self.config)
+            logits_BTV = logits_BTN.new_full((*logits_BTN.shape[:-1], self.vocab_size), -torch.inf)
+            return logits_BTV.index_copy_(-1, token_ids_N, logits_BTN)
+
+        return head
+
     def hf_generate(
         self,
         prompt_ids: Sequence[int],
@@ -208,6 +225,15 @@ def _part(view: nn.Module, path: str) -> Any:
             f"{type(view).__name__} has no {path!r}: it is not the causal LM of its model type. Wrap a "
             "...ForCausalLM (or GPT2LMHeadModel), without adapters or wrappers around it."
         ) from error
+
+
+def _own_rotary(rotary: nn.Module) -> nn.Module:
+    """A copy, since a length-dependent rotary module rewrites its frequencies as it is used, and as it was made."""
+    own: Any = copy.deepcopy(rotary)
+    if isinstance(getattr(own, "original_inv_freq", None), Tensor):
+        own.inv_freq = own.original_inv_freq.clone()
+        own.max_seq_len_cached = getattr(own, "original_max_seq_len", getattr(own, "max_seq_len_cached", None))
+    return own
 
 
 def _cache_argument(layer: nn.Module) -> str:
