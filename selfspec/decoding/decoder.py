@@ -13,6 +13,7 @@ from typing import Any
 from selfspec.cache import Storage, make_cache, storage_for
 from selfspec.decoding.graphs import check_mode
 from selfspec.decoding.loop import RoundEvent, run_requests
+from selfspec.decoding.processors import GuardedProcessors
 from selfspec.decoding.requests import (
     Output,
     Prompt,
@@ -98,7 +99,11 @@ class Decoder:
         arrivals = arrival_times(arrivals_s, len(prompts))
         policy = lookahead_for(self.drafter, lookahead)
         rule = build_rule(acceptance, sampling)
-        sampler = Sampler(build_transforms(sampling, processors, target.vocab_size), rule, seed)
+        transforms = build_transforms(sampling, processors, target.vocab_size)
+        guard = GuardedProcessors(transforms.processors) if transforms.processors else None
+        if guard is not None:
+            transforms = build_transforms(sampling, [guard], target.vocab_size)
+        sampler = Sampler(transforms, rule, seed, guard)
         stop = StopStrings(stop_strings or (), target.tokenizer)
         eos = () if ignore_eos else _eos_ids(target, eos_token_ids)
         requests = []

@@ -101,7 +101,7 @@ def run_requests(
         for row, occupant in occupants.items():
             if running.get(row) is not occupant:
                 continue  # finished in a round that was read meanwhile
-            if hand_out(rows, row, occupant, RoundReport.parse(report[row]), stop, stopwatch, on_round):
+            if hand_out(rows, row, occupant, RoundReport.parse(report[row]), sampler, stop, stopwatch, on_round):
                 outputs[occupant.request.index] = running.pop(row).output
                 rows.release(row)
     return outputs
@@ -141,6 +141,7 @@ def hand_out(
     row: int,
     running: Running,
     report: RoundReport,
+    sampler: Sampler,
     stop: Stop,
     stopwatch: Stopwatch,
     on_round: Callable[[RoundEvent], None] | None,
@@ -153,6 +154,8 @@ def hand_out(
     num_emitted = report.num_emitted
     cut = stop.cut(request.index, output.token_ids, num_before)
     if cut is None and report.num_sound < num_emitted:
+        if sampler.guard is not None:
+            sampler.guard.raise_for(request.index, [*request.prompt_ids, *output.token_ids])
         raise_for(report.error, row=request.index, position=len(request.prompt_ids) + num_before)
     if not report.error:
         output.alpha_sum += report.alpha_sum

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from selfspec.decoding.processors import GuardedProcessors
 from selfspec.decoding.rows import Rows
 from selfspec.drafters.base import Draft
 from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict
@@ -32,6 +33,7 @@ class Sampler:
     transforms: LogitsTransform
     rule: Rule
     seed: int | Tensor = 0
+    guard: GuardedProcessors | None = None  # the caller's processors among the transforms
 
     def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> tuple[Tensor, Tensor | None]:
         """A drafter's own logits for drafted token `step` -> the token `[B]` (written into the rows) and q `[B, V]`."""
@@ -42,6 +44,8 @@ class Sampler:
 
     def transform(self, rows: Rows, logits_BTV: Tensor) -> Tensor:
         """The target's raw logits at the pending and the drafted tokens -> the logits of p."""
+        if self.guard is not None:
+            self.guard.forget()
         return self.transforms(logits_BTV, self._prefix(rows, 0, logits_BTV.shape[1]))
 
     def accept(self, rows: Rows, draft: Draft, logits_BTV: Tensor) -> Verdict:

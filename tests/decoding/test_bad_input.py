@@ -60,6 +60,7 @@ BROKEN = {
     "shorter": (lambda scores: scores[:, :-1], r"function returned \(1, 15\).*\(1, 16\)"),
     "flat": (lambda scores: scores[0], r"function returned \(16,\)"),
     "nothing": (lambda scores: None, "function returned NoneType"),
+    "raises": (raises, "function raised KeyError: 'no such state'"),
 }
 
 
@@ -89,39 +90,17 @@ def test_bad_numbers_are_an_error_that_names_prompt_and_position(fault, name, ru
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_processor_that_returns_something_else_is_refused_with_the_position(fault, name):
+def test_a_processor_that_fails_is_an_error_that_names_prompt_and_position(fault, name):
     spoil, message = BROKEN[fault]
     decoder = Decoder(target(), drafter(name), max_batch_rows=2)
     good = [output.token_ids for output in call(decoder)]
-    with pytest.raises(UserError, match=f"position {BAD_LENGTH}: {message}"):
-        call(decoder, processors=[at_the_bad_place(spoil)])
+    for rule in RULES:
+        with pytest.raises(UserError, match=f"row {BAD_PROMPT}, position {BAD_LENGTH}: {message}") as caught:
+            call(decoder, rule, [lambda ids, scores: scores, at_the_bad_place(spoil), lambda ids, scores: scores * 0])
+        assert isinstance(caught.value.__cause__, KeyError) == (fault == "raises"), "the cause is not lost"
     assert [output.token_ids for output in call(decoder)] == good
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_a_processor_that_raises_leaves_the_decoder_usable(name):
-    decoder = Decoder(target(), drafter(name), max_batch_rows=2)
-    good = [output.token_ids for output in call(decoder)]
-    with pytest.raises((UserError, KeyError), match="no such state"):
-        call(decoder, processors=[at_the_bad_place(raises)])
-    assert [output.token_ids for output in call(decoder)] == good
-
-
-processors_are_called_ahead = pytest.mark.xfail(
-    strict=True, reason="what a processor raises is raised where it is called, also at positions that do not count"
-)
-
-
-@processors_are_called_ahead
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("spoil, message", [BROKEN["shorter"], (raises, "no such state")], ids=["shorter", "raises"])
-def test_what_a_processor_does_wrong_names_the_prompt_not_the_row_of_the_batch(spoil, message, name):
-    decoder = Decoder(target(), drafter(name), max_batch_rows=2)
-    with pytest.raises(UserError, match=f"row {BAD_PROMPT}, position {BAD_LENGTH}: .*{message}"):
-        call(decoder, processors=[at_the_bad_place(spoil)])
-
-
-@processors_are_called_ahead
 @pytest.mark.parametrize("name", ["early_exit", "independent", "ngram"])
 def test_a_processor_that_raises_behind_the_end_is_not_at_fault(name):
     """A grammar that has been completed has no next state: without a draft it is not asked again."""
@@ -132,9 +111,11 @@ def test_a_processor_that_raises_behind_the_end_is_not_at_fault(name):
             raise KeyError("no such state")
         return scores
 
-    options = dict(max_new_tokens=num_new, processors=[ends_with_the_output], ignore_eos=True, lookahead=5)
-    expected = decode(target(), None, [prompt], **options)[0].token_ids
-    assert decode(target(), drafter(name), [prompt], **options)[0].token_ids == expected
+    for rule, (temperature, acceptance) in RULES.items():
+        options = dict(sampling=Sampling(temperature=temperature), acceptance=acceptance, lookahead=5)
+        options |= dict(max_new_tokens=num_new, processors=[ends_with_the_output], ignore_eos=True)
+        output = decode(target(), drafter(name), [prompt], **options)[0]
+        assert len(output.token_ids) == num_new and output.finish_reason == "length", rule
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -170,23 +151,28 @@ def test_what_lies_behind_the_eos_cannot_be_at_fault(name, rule):
     assert output.finish_reason == "eos" and output.token_ids.index(eos) == len(output.token_ids) - 1
 
 
+@pytest.mark.parametrize("fault", ["number", "exception"])
 @pytest.mark.parametrize("rule", ["greedy", "rejection", "block", "coupled"])
 @pytest.mark.parametrize("name", ["early_exit", "independent", "ngram"])
-def test_a_draft_that_the_target_forbids_leads_nowhere_and_is_no_error(name, rule):
-    """Bad numbers behind a token that p never emits: met by drafts alone, if at all."""
+def test_a_draft_that_the_target_forbids_leads_nowhere_and_is_no_error(name, rule, fault):
+    """A grammar that has no state behind tokens it forbids: prompt lookup drafts them, p never emits them."""
     temperature, acceptance = RULES[rule]
+    asked_beyond = []
 
-    def forbidden_at_verification(input_ids, scores):
-        generated = input_ids[0, 4:]
-        if (generated == 12).any() or (generated == 5).any():
+    def grammar(input_ids, scores):
+        if {5, 12} & set(input_ids[0, 4:].tolist()):
+            asked_beyond.append(input_ids)
+            if fault == "exception":
+                raise KeyError("no such state")
             return scores * math.nan
         return scores.index_fill(1, torch.tensor([5, 12]), -math.inf)
 
     sampling = Sampling(temperature=temperature and 3.0)
     options = dict(sampling=sampling, acceptance=acceptance, ignore_eos=True, max_new_tokens=30, lookahead=4)
     for prompt in ([3, 4, 5, 3], [12, 5, 12, 5]):
-        output = decode(target(), drafter(name), [prompt], processors=[forbidden_at_verification], **options)[0]
+        output = decode(target(), drafter(name), [prompt], processors=[grammar], **options)[0]
         assert len(output.token_ids) == 30 and not {5, 12} & set(output.token_ids)
+    assert bool(asked_beyond) == (name == "ngram")
 
 
 @pytest.mark.parametrize(
