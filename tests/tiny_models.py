@@ -30,84 +30,86 @@ class Tiny:
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     unlike: tuple[str, ...] = ()  # parts of the common shape that this configuration does not have
+    note: str = ""  # what its layers do differently by themselves, for the family table
 
 
 MULTI_HEAD = ("num_key_value_heads",)
+FIXED_SHAPE = (*MULTI_HEAD, "intermediate_size")
+SOFT_CAPPED = dict(head_dim=HEAD_DIM, sliding_window=WINDOW, query_pre_attn_scalar=24, final_logit_softcapping=8.0)
 TINY: dict[str, Tiny] = {
     "llama": Tiny("llama"),
     "mistral": Tiny("mistral", {"sliding_window": WINDOW}),
-    "qwen2": Tiny("qwen2", {"use_sliding_window": False}),  # biases on the q, k and v projections
-    "qwen3": Tiny("qwen3", {"use_sliding_window": False, "head_dim": HEAD_DIM}),  # a norm on each head's q and k
+    "qwen2": Tiny("qwen2", {"use_sliding_window": False}, note="biases on q, k and v"),
+    "qwen3": Tiny("qwen3", {"use_sliding_window": False, "head_dim": HEAD_DIM}, note="norms on the heads' q and k"),
     "qwen2_sliding": Tiny("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3_moe": Tiny(
         "qwen3_moe",
         dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=HEAD_DIM, mlp_only_layers=[1]),
+        note="2 of 6 experts per token",
     ),
-    "gemma": Tiny("gemma", {"head_dim": HEAD_DIM}),
-    "gemma2": Tiny(
-        "gemma2",
-        dict(
-            head_dim=HEAD_DIM,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=24,
-            attn_logit_softcapping=4.0,
-            final_logit_softcapping=8.0,
-        ),
-    ),
+    "gemma": Tiny("gemma", {"head_dim": HEAD_DIM}, note="scaled embeddings (in the module)"),
+    "gemma2": Tiny("gemma2", SOFT_CAPPED | {"attn_logit_softcapping": 4.0}, note="soft-capped attention"),
     "gemma3_text": Tiny(
         "gemma3_text",
-        dict(
-            head_dim=HEAD_DIM,
-            sliding_window=WINDOW,
-            query_pre_attn_scalar=24,
+        SOFT_CAPPED
+        | dict(
             sliding_window_pattern=2,
-            final_logit_softcapping=8.0,
             rope_parameters={
                 "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+        note="norms on the heads' q and k",
     ),
-    "phi3": Tiny("phi3", {"sliding_window": WINDOW, "resid_pdrop": 0.0}),
+    "phi3": Tiny("phi3", {"sliding_window": WINDOW}, note="fused projections"),
     "phi3_longrope": Tiny(
         "phi3",
         dict(
-            resid_pdrop=0.0,
             original_max_position_embeddings=128,
             rope_parameters=dict(
                 rope_type="longrope",
-                factor=2.0,
                 rope_theta=1e4,
+                factor=2.0,
                 short_factor=[1.0, 1.5, 2.0, 3.0],
                 long_factor=[9.0] * 4,
             ),
         ),
+        note="up to the original length",
     ),
-    "smollm3": Tiny("smollm3", {"no_rope_layer_interval": 2}),
-    "olmo2": Tiny("olmo2"),
+    "smollm3": Tiny("smollm3", {"no_rope_layer_interval": 2}, note="no rotary in every second layer"),
+    "olmo2": Tiny("olmo2", note="norms after the sublayers"),
     "granite": Tiny(
         "granite",
         dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.4, attention_multiplier=0.2),
+        note="scaled residuals and scores",
     ),
-    "starcoder2": Tiny("starcoder2", {"sliding_window": WINDOW}),
-    "stablelm": Tiny("stablelm", {"use_qkv_bias": True}),  # rotary on a quarter of each head
-    "stablelm_parallel": Tiny("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
-    "cohere": Tiny("cohere", {"logit_scale": 0.25}),
-    "cohere_qk_norm": Tiny("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
-    "gpt2": Tiny("gpt2", {"scale_attn_by_inverse_layer_idx": True}, unlike=(*MULTI_HEAD, "intermediate_size")),
+    "starcoder2": Tiny("starcoder2", {"sliding_window": WINDOW}, note="layer norms, biases"),
+    "stablelm": Tiny("stablelm", {"use_qkv_bias": True}, note="rotary on a quarter of each head"),
+    "stablelm_parallel": Tiny(
+        "stablelm", {"use_parallel_residual": True, "qk_layernorm": True}, note="parallel residual, q and k norms"
+    ),
+    "cohere": Tiny("cohere", {"logit_scale": 0.25}, note="parallel residual, interleaved rotary"),
+    "cohere_qk_norm": Tiny("cohere", {"logit_scale": 0.25, "use_qk_norm": True}, note="q and k norms"),
+    "gpt2": Tiny("gpt2", {"scale_attn_by_inverse_layer_idx": True}, FIXED_SHAPE, note="scores scaled by layer"),
     "gpt_neox": Tiny(
-        "gpt_neox", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, MULTI_HEAD
+        "gpt_neox",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        MULTI_HEAD,
+        note="parallel residual, rotary on half of each head",
     ),
     "gpt_neox_sequential": Tiny("gpt_neox", {"use_parallel_residual": False}, MULTI_HEAD),
-    "opt": Tiny("opt", unlike=(*MULTI_HEAD, "intermediate_size")),
+    "opt": Tiny("opt", {}, FIXED_SHAPE),
     "opt_post_norm": Tiny(
-        "opt", {"do_layer_norm_before": False, "activation_function": "gelu"}, (*MULTI_HEAD, "intermediate_size")
+        "opt", {"do_layer_norm_before": False, "activation_function": "gelu"}, FIXED_SHAPE, note="no final norm"
     ),
-    "falcon": Tiny("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, (*MULTI_HEAD, "intermediate_size")),
-    "falcon_multi_query": Tiny("falcon", {"bias": True}, (*MULTI_HEAD, "intermediate_size")),
-    "falcon_multi_head": Tiny(
-        "falcon", {"multi_query": False, "parallel_attn": False}, (*MULTI_HEAD, "intermediate_size")
+    "falcon": Tiny(
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        FIXED_SHAPE,
+        note="parallel residual, groups expanded before the cache",
     ),
+    "falcon_multi_query": Tiny("falcon", {"bias": True}, FIXED_SHAPE, note="parallel residual"),
+    "falcon_multi_head": Tiny("falcon", {"multi_query": False, "parallel_attn": False}, FIXED_SHAPE),
 }
 
 

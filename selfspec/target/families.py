@@ -92,6 +92,7 @@ class Family:
     layer_arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     finish_logits: Callable[[Tensor, Any], Tensor] = as_they_are
     refused: Mapping[str, Callable[[Any], bool]] = field(default_factory=lambda: MappingProxyType({}))
+    free_shape: bool = True  # widths and heads are set by the names that Llama's configuration gives them
 
 
 BIDIRECTIONAL = {
@@ -103,10 +104,11 @@ BIDIRECTIONAL = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(),  # SmolLM2 is a Llama too
     "mistral": Family(window=one_window),
-    "qwen2": Family(window=window_by_layer_type, heads=divided_grouped_heads),
+    "qwen2": Family(window=window_by_layer_type),
     "qwen3": Family(window=window_by_layer_type),
-    "qwen3_moe": Family(window=one_window),
+    "qwen3_moe": Family(window=one_window, free_shape=False),
     "gemma": Family(refused=BIDIRECTIONAL),
+    # transformers 5.17 drops the cap of the attention scores with sdpa, its default: compare with attn "eager" there
     "gemma2": Family(window=window_by_layer_type, finish_logits=soft_capped, refused=BIDIRECTIONAL),
     "gemma3_text": Family(
         window=window_by_layer_type, rotary_by_layer_type=True, finish_logits=soft_capped, refused=BIDIRECTIONAL
@@ -119,7 +121,7 @@ FAMILIES: dict[str, Family] = {
         finish_logits=lambda logits, config: logits / config.logits_scaling,
     ),
     "starcoder2": Family(window=one_window),
-    "stablelm": Family(heads=divided_grouped_heads),
+    "stablelm": Family(heads=divided_grouped_heads, free_shape=False),
     "cohere": Family(finish_logits=lambda logits, config: logits * config.logit_scale),
     "gpt2": Family(
         embed="transformer.wte",
@@ -128,6 +130,7 @@ FAMILIES: dict[str, Family] = {
         rotary=None,
         learned_positions="transformer.wpe",
         heads=every_head,
+        free_shape=False,
         refused={"add_cross_attention: there is no encoder to attend to": lambda config: config.add_cross_attention},
     ),
     "gpt_neox": Family(
@@ -136,6 +139,7 @@ FAMILIES: dict[str, Family] = {
         norm="gpt_neox.final_layer_norm",
         rotary="gpt_neox.rotary_emb",
         heads=every_head,
+        free_shape=False,
     ),
     "opt": Family(
         embed="model.decoder.embed_tokens",
@@ -145,6 +149,7 @@ FAMILIES: dict[str, Family] = {
         learned_positions="model.decoder.embed_positions",
         position_offset=2,
         heads=every_head,
+        free_shape=False,
         refused={
             "word_embed_proj_dim other than hidden_size: the head would read another width than the layers write": (
                 lambda config: config.word_embed_proj_dim != config.hidden_size
@@ -157,6 +162,7 @@ FAMILIES: dict[str, Family] = {
         norm="transformer.ln_f",
         rotary="transformer.rotary_emb",
         heads=falcon_heads,
+        free_shape=False,
         attention="sdpa",
         layer_arguments=MappingProxyType({"alibi": None}),
         refused={
