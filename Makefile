@@ -1,6 +1,7 @@
 # make demo   from nothing to the table: environment, model, the main job on SmolLM2-135M
 # make test   the same environment, then the test-suite
 # make lint   ruff and the type checker
+# make test-oldest   the test-suite with the oldest transformers that is supported, in an environment of its own
 #
 # PYTHON    the interpreter to start from (3.11 or newer)
 # PIP_ARGS  passed to every pip install, for example an index that has PyTorch's CPU wheels
@@ -11,19 +12,20 @@ PYTEST_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-oldest lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
-$(VENV)/.created:
+$(VENV)/.created $(OLDEST)/.created:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	  echo "selfspec: no interpreter '$(PYTHON)'. Install Python 3.11 or newer, or say which one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "selfspec: '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1), but Python 3.11 or newer is needed. Say which one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	"$(PYTHON)" -m venv $(VENV)
+	"$(PYTHON)" -m venv $(@D)
 	@touch $@
 
 # constraints.txt pins torch: an unpinned one would bring gigabytes of CUDA libraries to a machine without a GPU.
@@ -32,11 +34,21 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
+# The same pins, except transformers and the one package that an older transformers wants older, too.
+$(OLDEST)/.installed: $(OLDEST)/.created pyproject.toml constraints.txt
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -c $(OLDEST)/constraints.txt \
+	  -e '.[dev]' 'transformers==5.17.*'
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/python experiments/compare.py experiment=smollm2_quick
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -q $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -44,4 +56,4 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache

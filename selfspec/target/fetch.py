@@ -191,6 +191,11 @@ def _write_model(gguf: Path, folder: Path, source_sha256: str, eos_tokens: tuple
         missing, unused = sorted(expected - set(tensors))[:3], sorted(set(tensors) - expected)[:3]
         raise UserError(f"{gguf.name} does not hold a whole model: missing {missing}, unused {unused}.")
 
+    if tokenizer.clean_up_tokenization_spaces:  # transformers 5.17 would take spaces out of decoded text
+        tokenizer.clean_up_tokenization_spaces = False
+    for name in ("bos_token", "eos_token", "pad_token"):  # transformers 5.17 gives the tokenizer bos for eos
+        if (token_id := getattr(config, f"{name}_id", None)) is not None:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
     eos_ids = [tokenizer.convert_tokens_to_ids(token) for token in eos_tokens] or config.eos_token_id
     config.architectures = [type(skeleton).__name__]
     vars(config).pop("_model_name_or_path", None)  # the GGUF's display name, not a path

@@ -167,8 +167,11 @@ def _quietly_from(path: str) -> Iterator[str]:
 
 def random_model(config: TargetConfig) -> Any:
     """A model with seeded random weights of the given shape: right for speed and memory, meaningless as text."""
-    if config.family not in FAMILIES:
-        raise UserError(f"target.family={config.family!r} is unknown. {allowed(config.family, FAMILIES)}")
+    known = [name for name, family in FAMILIES.items() if family.free_shape]
+    if config.family not in known:
+        raise UserError(
+            f"target.family={config.family!r} is not to be had with random weights. {allowed(config.family, known)}"
+        )
     shape: RandomShape = config.shape
     config_class: Any = CONFIG_MAPPING[config.family]
     hf_config = config_class(

@@ -52,11 +52,11 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(WORDS)
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(chr(ord("a") + i) for i in range(26))]
-    words += ["ab", *(chr(ord("A") + i) for i in range(WORDS - len(words) - 1))]
+    words += ["ab", "ac", *(chr(ord("A") + i) for i in range(WORDS - len(words) - 2))]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words)
     writer.add_token_types([3, 3, 3] + [1] * (WORDS - 3))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "a c"])  # two: transformers 5.17 takes a single one for a text
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
