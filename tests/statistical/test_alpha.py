@@ -17,7 +17,7 @@ from tiny_game import CASES, DEPTH, DRAFTERS, PROMPTS, alpha, exact_p, sample
 
 FALSE_ALARM = 1e-5
 SAMPLES = 2048
-MODEL_DRAFTERS = ("early_exit", "independent")
+MODEL_DRAFTERS = ("early_exit", "reduced", "independent")
 
 
 def watched(drafter, case, count, rule, num_drafted):

@@ -14,12 +14,17 @@ import itertools
 
 import pytest
 from chi_square import sequence_p_value
-from tiny_game import CASES, DRAFTERS, PROMPTS, exact_p, sample
+from tiny_game import CASES, DEPTH, DRAFTERS, EXIT, PROMPTS, ROWS, exact_p, sample, target
 
-GRID = list(itertools.product(CASES, ("rejection", "block"), DRAFTERS, (1, 3)))
+from selfspec import build_drafter, decode
+
+GRID = [
+    *itertools.product(CASES, ("rejection", "block"), DRAFTERS, (1, 3)),
+    *itertools.product(CASES, ("rejection", "block"), ("reduced",), (3,)),
+]
 AR_GRID = list(itertools.product(CASES, ("rejection", "coupled")))
 EOS_GRID = list(itertools.product(("rejection", "block", "coupled"), DRAFTERS, (1, 3)))
-FAMILY = len(GRID) + len(AR_GRID) + len(EOS_GRID)
+FAMILY = len(GRID) + len(AR_GRID) + len(EOS_GRID) + 2
 FALSE_ALARM = 1e-3 / FAMILY
 SAMPLES = {case: 1024 if CASES[case].processors else 2048 for case in CASES}  # a caller's processors are slow
 EOS = 4  # likely under p, so that outputs end at every offset
@@ -54,6 +59,17 @@ def test_sequences_that_end_at_eos_follow_p(rule, drafter, num_drafted):
     tokens, outputs = sample(drafter, "top_k", SAMPLES["top_k"], **options)
     assert {output.finish_reason for output in outputs} == {"eos", "length"}
     assert sequence_p_value(tokens, exact_p(drafter, "top_k"), eos=EOS) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_draft_that_may_propose_nothing_leaves_p_alone(rule):
+    """The only token of the draft's vocabulary, the EOS, is suppressed."""
+    drafter = build_drafter("early_exit", target(), exit_layer=EXIT, d_vocab=1)
+    options = dict(sampling=CASES["suppressed"].sampling, acceptance=rule, max_new_tokens=DEPTH, max_batch_rows=ROWS)
+    outputs = decode(target(), drafter, [PROMPTS["independent"]] * 2048, lookahead=3, **options)
+    assert not any(record.num_accepted for output in outputs for record in output.rounds)
+    tokens = [tuple(output.token_ids) for output in outputs]
+    assert sequence_p_value(tokens, exact_p("independent", "suppressed")) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -27,8 +27,9 @@ from tiny_models import tiny_llama
 V, DEPTH, EXIT, TEMPERATURE = 8, 3, 1, 1.5
 # The second visit of 3 lets n-grams repeat, and prompt lookup draft. One token: nothing to prefill, hence fast, and the
 # independent draft starts at position 0, where the token before the pending one does not exist.
-PROMPTS = {"early_exit": [3, 4, 3], "ngram": [3, 4, 3], "independent": [4], "none": [3, 4, 3]}
+PROMPTS = {"early_exit": [3, 4, 3], "reduced": [3, 4, 3], "ngram": [3, 4, 3], "independent": [4], "none": [3, 4, 3]}
 DRAFTERS = ("early_exit", "independent", "ngram")
+REDUCED = [2, 0, 1, 3, 4]  # EOS, then the first ids: what an early exit with d_vocab=5 may draft
 ROWS = 1024
 
 
@@ -149,8 +150,12 @@ def exit_model() -> Any:
 
 
 def new_drafter(name: str) -> Drafter | None:
-    options: dict[str, dict[str, Any]] = {"early_exit": {"exit_layer": EXIT}, "independent": {"model": draft_model()}}
-    return None if name == "none" else build_drafter(name, target(), **options.get(name, {}))
+    kind, options = {
+        "early_exit": ("early_exit", {"exit_layer": EXIT}),
+        "reduced": ("early_exit", {"exit_layer": EXIT, "d_vocab": len(REDUCED)}),
+        "independent": ("independent", {"model": draft_model()}),
+    }.get(name, (name, {}))
+    return None if kind == "none" else build_drafter(kind, target(), **options)
 
 
 @functools.cache
@@ -177,8 +182,9 @@ def exact_p(drafter: str, case: str) -> dict[Tokens, np.ndarray]:
 @functools.cache
 def exact_q(drafter: str, case: str) -> dict[Tokens, np.ndarray]:
     """The same of the draft: what a drafted token is drawn from behind each prefix."""
-    model = {"early_exit": exit_model, "independent": lambda: draft_model().hf_model}[drafter]()
-    return _conditionals(model, tuple(PROMPTS[drafter]), case)
+    model = draft_model().hf_model if drafter == "independent" else exit_model()
+    allowed = REDUCED if drafter == "reduced" else range(V)
+    return _conditionals(model, tuple(PROMPTS[drafter]), case, allowed)
 
 
 def alpha(drafter: str, case: str, prefix: Tokens) -> float:
@@ -186,7 +192,7 @@ def alpha(drafter: str, case: str, prefix: Tokens) -> float:
     return float(np.minimum(exact_p(drafter, case)[prefix], exact_q(drafter, case)[prefix]).sum())
 
 
-def _conditionals(model: Any, prompt: Tokens, case: str) -> dict[Tokens, np.ndarray]:
+def _conditionals(model: Any, prompt: Tokens, case: str, allowed: Sequence[int] = range(V)) -> dict[Tokens, np.ndarray]:
     processors = CASES[case].reference(len(prompt))
     exact: dict[Tokens, np.ndarray] = {}
     for depth in range(DEPTH):
@@ -194,6 +200,7 @@ def _conditionals(model: Any, prompt: Tokens, case: str) -> dict[Tokens, np.ndar
         ids = torch.tensor([(*prompt, *prefix) for prefix in prefixes])
         with torch.inference_mode():
             logits_BV = model(ids, use_cache=False).logits[:, -1].float()
+            logits_BV[:, [token for token in range(V) if token not in allowed]] = -torch.inf
             for prefix, ids_S, logits_V in zip(prefixes, ids, logits_BV, strict=True):
                 scores_1V = logits_V[None].clone()
                 for processor in processors:
