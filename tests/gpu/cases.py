@@ -1,0 +1,105 @@
+"""What both the tapes on the CPU and the graphs on a GPU are tested with: every drafter, every rule, ragged rows."""
+
+from __future__ import annotations
+
+import torch
+
+from selfspec import Sampling, build_drafter, wrap_target
+from selfspec.cache import Paged
+from selfspec.drafters import NoDraft
+from tiny_models import prompt_ids, tiny_llama
+
+SAMPLED = dict(temperature=0.9, top_p=0.95, top_k=40)
+RULES = {
+    "greedy": dict(),
+    "greedy, penalties": dict(
+        sampling=Sampling(repetition_penalty=1.2, no_repeat_ngram_size=3, logit_bias={5: 1.0}, suppress_tokens=(7,))
+    ),
+    "rejection": dict(sampling=Sampling(**SAMPLED)),
+    "coupled": dict(sampling=Sampling(temperature=0.9, min_p=0.02), acceptance="coupled"),
+    "block": dict(sampling=Sampling(temperature=0.9), acceptance="block"),
+    "typical": dict(sampling=Sampling(temperature=0.9), acceptance="typical"),
+}
+CACHES = {"contiguous": "contiguous", "paged": Paged(block_size=16)}
+NEEDS_KNOWN_OUTPUT = ("greedy", "greedy, penalties", "coupled")  # what the synthetic drafter can be used with
+
+
+def target_on(device):
+    return wrap_target(tiny_llama(max_positions=1024).to(device))
+
+
+def drafters_for(target):
+    independent = wrap_target(tiny_llama(seed=5, num_layers=2, max_positions=1024).to(target.device))
+    return {
+        "none": NoDraft(),
+        "early_exit": build_drafter("early_exit", target, exit_layer=2),
+        "independent": build_drafter("independent", target, model=independent),
+        "ngram": build_drafter("ngram", target),
+        "synthetic": build_drafter("synthetic", target, accept_rate=0.7),
+        "synthetic, with layers": build_drafter("synthetic", target, accept_rate=0.7, cost_layers=2),
+    }
+
+
+DRAFTERS = ["none", "early_exit", "independent", "ngram", "synthetic", "synthetic, with layers"]
+PAIRS = [
+    (drafter, rule)
+    for drafter in DRAFTERS
+    for rule in RULES
+    if rule in NEEDS_KNOWN_OUTPUT or not drafter.startswith("synthetic")
+]
+RAGGED = [prompt_ids(length, seed=length) for length in (9, 1, 70, 2, 30, 9)]  # more than rows: they are refilled
+
+
+def told(outputs):
+    """What must be the same however rounds are run."""
+    return [
+        (o.token_ids, o.finish_reason, [(r.num_drafted, r.num_accepted, r.num_emitted) for r in o.rounds])
+        for o in outputs
+    ]
+
+
+def addresses(rows):
+    """Of everything a graph may have baked in."""
+    kept = [rows.tokens_BS, rows.lengths_B, rows.limits_B, rows.prompt_lens_B, rows.request_B, rows.active_B]
+    kept += [rows.eos_E, rows.cache.storage, rows._steps_S]
+    return [tensor.data_ptr() for tensor in kept]
+
+
+class ReadsTheHost:
+    """A drafter that no graph can hold."""
+
+    name = "reads_the_host"
+    max_drafted = None
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.start, self.prefill = drafter.start, drafter.prefill
+
+    def propose(self, rows, num_drafted, sampler):
+        assert int(rows.lengths_B.max()) >= 0
+        return self.drafter.propose(rows, num_drafted, sampler)
+
+
+class RaisesAt:
+    """Raises in one of its calls: the first two are the runs before a capture, the third is the capture."""
+
+    name = "raises"
+    max_drafted = None
+
+    def __init__(self, drafter, call):
+        self.drafter, self.call, self.calls = drafter, call, 0
+        self.start, self.prefill = drafter.start, drafter.prefill
+
+    def propose(self, rows, num_drafted, sampler):
+        self.calls += 1
+        draft = self.drafter.propose(rows, num_drafted, sampler)
+        if self.calls == self.call:
+            raise ZeroDivisionError(f"call {self.call}")
+        return draft
+
+
+def state_of(rows):
+    """What counts of the rows, for before and after."""
+    lengths = rows.lengths_B.tolist()
+    committed = [rows.tokens_BS[row, : length + 1].tolist() for row, length in enumerate(lengths)]
+    return lengths, committed, rows.active_B.tolist(), torch.cuda.current_stream() if rows.device.type == "cuda" else 0
