@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaForSequenceClassification, LlamaModel
 
+from selfspec.config import RandomShape, TargetConfig
 from selfspec.errors import UserError
-from selfspec.target import wrap_target
+from selfspec.target import load_target, wrap_target
 from selfspec.target.families import family_of
 from tiny_models import prompt_ids, tiny_llama, tiny_model
 
@@ -106,6 +107,12 @@ def test_a_configuration_shortened_behind_the_models_back_is_refused():
     model.config.num_hidden_layers = 2
     with pytest.raises(UserError, match="4 layers, its configuration says 2"):
         wrap_target(model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "falcon", "qwen3_moe", "nonsense"])
+def test_random_targets_whose_shape_would_not_be_the_one_asked_for_are_refused(family):
+    with pytest.raises(UserError, match=f"target.family='{family}'"):
+        load_target(TargetConfig(kind="random", family=family, shape=RandomShape(vocab_size=300)))
 
 
 def test_a_refused_model_still_works():
