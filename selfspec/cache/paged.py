@@ -95,7 +95,7 @@ class PagedKVCache:
     def place(self, row: int, token_ids: Sequence[int], num_tokens: int, held: Sequence[int] = ()) -> int:
         """Share what any row has run of this prompt, and make room for the rest of it."""
         shared = self.blocks.place(row, token_ids, num_tokens)
-        self.writable_from_B[row] = shared
+        self.writable_from_B[row].fill_(shared)
         self._show_table(row)
         self.reserve(row, shared, len(token_ids))
         return shared
@@ -130,7 +130,8 @@ class PagedKVCache:
         """Bring the device's table to what the host decided, in one small copy."""
         held = self.blocks.rows[row].blocks
         padded = held + [TRASH] * (self.table_BN.shape[1] - len(held))
-        self.table_BN[row] = torch.tensor(padded, dtype=torch.int64)
+        shown = torch.tensor(padded, dtype=torch.int64, pin_memory=self.table_BN.is_cuda)
+        self.table_BN[row].copy_(shown, non_blocking=True)
 
 
 def make_cache(

@@ -108,13 +108,14 @@ class Rows:
         """Put a prompt into an idle row. Returns how many of its tokens need not be run: they are in the cache already
         (with `reuse`, or from another row where rows share).
         """
-        prompt = torch.tensor(prompt_ids, dtype=torch.int64)
-        self.tokens_BS[row, : len(prompt)] = prompt.to(self.device)
-        self.lengths_B[row] = len(prompt) - 1
-        self.prompt_lens_B[row] = len(prompt)
-        self.limits_B[row] = len(prompt) + max_new_tokens
-        self.request_B[row] = request
-        self.active_B[row] = True
+        prompt = torch.tensor(prompt_ids, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self.tokens_BS[row, : len(prompt)].copy_(prompt, non_blocking=True)
+        # fill_ and not `[row] = number`, which on CUDA is a copy that waits for the rounds in flight
+        self.lengths_B[row].fill_(len(prompt) - 1)
+        self.prompt_lens_B[row].fill_(len(prompt))
+        self.limits_B[row].fill_(len(prompt) + max_new_tokens)
+        self.request_B[row].fill_(request)
+        self.active_B[row].fill_(True)
         usable = self._kept[row][:-1] if reuse else []  # the last token was pending: committed, never run
         self._ends[row] = self._end(len(prompt), max_new_tokens)
         kept = self.cache.place(row, prompt_ids[:-1], self._ends[row], usable)
@@ -141,12 +142,12 @@ class Rows:
 
         What a round writes for it lands in the trash slot, and behind its prompt.
         """
-        self.active_B[row] = False
+        self.active_B[row].fill_(False)
         self._lengths[row] = 0
         self._paused.add(row)
 
     def resume(self, row: int) -> None:
-        self.active_B[row] = True
+        self.active_B[row].fill_(True)
         self._lengths[row] = len(self._kept[row]) - 1
         self._paused.remove(row)
 
@@ -156,8 +157,8 @@ class Rows:
         """
         self.cache.release(row, self._kept[row][:-1])
         self._ends[row] = 0
-        self.active_B[row] = False
-        self.lengths_B[row] = 0  # a later call may draft more tokens than there is room for behind an old length
+        self.active_B[row].fill_(False)
+        self.lengths_B[row].fill_(0)  # a later call may draft more tokens than there is room for behind an old length
         self._lengths[row] = 0
 
     def positions(self, first: int, width: int) -> Tensor:
