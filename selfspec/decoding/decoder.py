@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from selfspec.cache import Storage, make_cache, storage_for
+from selfspec.decoding.budget import call_of, refuse_if_too_large
 from selfspec.decoding.graphs import check_mode
 from selfspec.decoding.loop import RoundEvent, run_requests
 from selfspec.decoding.processors import GuardedProcessors
@@ -42,6 +44,8 @@ class Decoder:
     `selfspec.cache.Paged` with its own block size and number of blocks. With `reuse=True` a prompt that continues what
     its row holds (a further turn of a chat) only has its new tokens processed. rounds: on CUDA "auto" (one graph per
     round where that is possible), or "whole", "split" (two graphs) or "eager", see `selfspec.decoding.graphs`.
+    memory_limit_bytes: what may be allocated beside the weights (None: what is free on the device); a call that would
+    need more is refused, see `selfspec.decoding.budget`.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Decoder:
         capacity: int = 0,
         cache: str | Storage = "contiguous",
         rounds: str = "auto",
+        memory_limit_bytes: int | None = None,
     ) -> None:
         if isinstance(max_batch_rows, bool) or not isinstance(max_batch_rows, int) or max_batch_rows < 1:
             raise UserError(f"max_batch_rows={max_batch_rows!r} is not possible: allowed is 1 or more.")
@@ -60,7 +65,9 @@ class Decoder:
         self.max_batch_rows = max_batch_rows
         self.storage = storage_for(cache)
         self.mode = check_mode(rounds)
-        self._longest = [capacity] * max_batch_rows  # the longest requests seen, in tokens: what the cache is made for
+        self.memory_limit_bytes = memory_limit_bytes
+        # the longest requests seen, in tokens: what the cache is made for
+        self._longest = [capacity] * max_batch_rows if capacity else []
         self.rows: Rows | None = None
 
     def decode(
@@ -116,7 +123,7 @@ class Decoder:
         if isinstance(self.drafter, Synthetic):  # drafts the target's own tokens: they are found first, off the clock
             self.drafter.check(rule)
             self.drafter.learn(self._autoregressive(requests, sampler, stop, eos))
-        rows = self._rows_for(requests, round_width(self.drafter, policy), eos)
+        rows = self._rows_for(requests, round_width(self.drafter, policy), eos, sampler)
         if not reuse:
             rows.cache.forget()
         try:
@@ -141,17 +148,20 @@ class Decoder:
         self, requests: Sequence[Request], sampler: Sampler, stop: StopStrings, eos: Sequence[int]
     ) -> list[list[int]]:
         """Prompt and plain output of every request, on a cache that is gone afterwards."""
-        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos)
+        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos, sampler)
         at_once = [replace(request, arrival_s=0.0) for request in requests]
         outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once, mode=self.mode)
         return [request.prompt_ids + outputs[request.index].token_ids for request in requests]
 
-    def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int]) -> Rows:
-        """The rows there are, if their cache has room for these requests; else new ones."""
-        needs = [len(request.prompt_ids) + request.max_new_tokens + width for request in requests]
-        longest = sorted([*self._longest, *needs], reverse=True)[: self.max_batch_rows]
+    def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int], sampler: Sampler) -> Rows:
+        """The rows there are, if their cache has room for these requests; else new ones if there is memory for them."""
+        needs = sorted((len(r.prompt_ids) + r.max_new_tokens + width for r in requests), reverse=True)
+        longest = [max(pair) for pair in zip_longest(self._longest, needs[: self.max_batch_rows], fillvalue=0)]
         total_slots = self.storage.total_slots(self.max_batch_rows, longest)  # may refuse
         if self.rows is None or self.rows.capacity < longest[0] or self.rows.cache.total_slots < total_slots:
+            call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler)
+            freed = 0 if self.rows is None else self.rows.cache.kv_bytes
+            refuse_if_too_large(self.target, self.drafter, call, self.memory_limit_bytes, freed)
             self.rows = None  # free the old allocation first
             target, shape = self.target, (self.max_batch_rows, longest[0])
             cache = make_cache(self.storage, target.layer_shapes, shape[0], longest, target.dtype, target.device)

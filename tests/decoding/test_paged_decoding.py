@@ -182,7 +182,8 @@ def test_a_paged_decoder_takes_less_memory_for_unequal_requests_and_grows_when_i
     contiguous.decode([prompt_ids(3)] * 3 + [prompt_ids(150)], max_new_tokens=5, ignore_eos=True)
     assert cache.kv_bytes < 0.4 * contiguous.rows.cache.kv_bytes
     decoder.decode([prompt_ids(3)], max_new_tokens=5)
-    assert decoder.rows.cache is cache
+    decoder.decode([prompt_ids(3)] * 3 + [prompt_ids(150)], max_new_tokens=5)
+    assert decoder.rows.cache is cache, "what was enough once is enough again"
     decoder.decode([prompt_ids(100)] * 4, max_new_tokens=5)
     assert decoder.rows.cache.blocks.num_blocks >= 4 * 7
 

@@ -61,9 +61,9 @@ def test_drafts_stand_at_the_rate_that_was_set(accept_rate, options):
 @pytest.mark.parametrize("accept_rate", [0.0, 0.7, 1.0])
 def test_the_output_is_exact_for_any_rate_cost_rows_and_cache(accept_rate, cost_layers, options):
     prompts = [prompt_ids(length, seed=length) for length in (9, 1, 70, 2, 9)]
-    options = dict(options, max_new_tokens=20, seed=5)
+    options = dict(options, max_new_tokens=12, seed=5)
     expected = [output.token_ids for output in decode(target(), None, prompts, **options)]
-    for rows, cache in [(1, "contiguous"), (3, "contiguous"), (3, "paged")]:
+    for rows, cache in [(3, "contiguous"), (2, "paged")]:
         outputs = decode(
             target(),
             synthetic(accept_rate, cost_layers),

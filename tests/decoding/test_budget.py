@@ -1,0 +1,196 @@
+"""What decoding takes is known before: within 5 % of what tensors were measured to take, and refused in time."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from live_tensors import PeakOfNewTensors, bytes_in
+
+from selfspec import Decoder, Sampling, UserError, build_drafter, wrap_target
+from selfspec.cache import Paged
+from selfspec.decoding.budget import available_bytes, call_of, estimate_call
+from selfspec.decoding.sampler import Sampler
+from selfspec.sampling import build_rule, build_transforms
+from tiny_models import prompt_ids, tiny_llama
+
+TOLERANCE = 0.05
+T1 = Sampling(temperature=1.0)
+SETTINGS = {  # sampling, acceptance
+    "greedy": (Sampling(), "auto"),
+    "penalised": (Sampling(repetition_penalty=1.2), "auto"),
+    "rejection": (T1, "rejection"),
+    "coupled": (T1, "coupled"),
+    "block": (T1, "block"),
+    "typical": (T1, "typical"),
+    "temperature": (Sampling(temperature=0.7), "rejection"),
+    "top_k": (Sampling(temperature=0.7, top_k=50), "rejection"),
+    "top_p": (Sampling(temperature=0.7, top_p=0.9), "rejection"),
+    "min_p": (Sampling(temperature=1.0, min_p=0.1), "rejection"),
+}
+
+
+@functools.cache
+def target(vocab_size, dtype):
+    return wrap_target(tiny_llama(vocab_size=vocab_size, dtype=dtype, hidden_size=64))
+
+
+def drafter_of(name, vocab_size, dtype):
+    options = {"early_exit": {"exit_layer": 2}}.get(name, {})
+    if name == "independent":
+        options = {"model": wrap_target(tiny_llama(vocab_size=vocab_size, dtype=dtype, num_layers=2, seed=4))}
+    return None if name == "none" else build_drafter(name, target(vocab_size, dtype), **options)
+
+
+def compare(name, setting="greedy", vocab_size=8000, dtype=torch.float32, rows=2, num_drafted=4, cache="contiguous"):
+    """(estimate, its measured counterpart) of weights, keys and values, draft state, rows and working memory."""
+    model = target(vocab_size, dtype)
+    drafter = drafter_of(name, vocab_size, dtype)
+    sampling, acceptance = SETTINGS[setting]
+    decoder = Decoder(model, drafter, max_batch_rows=rows, cache=cache)
+    prompts = [prompt_ids(5 + 30 * row, vocab_size=vocab_size) for row in range(rows)]
+    options = dict(max_new_tokens=10, lookahead=num_drafted, sampling=sampling, acceptance=acceptance, ignore_eos=True)
+    decoder.decode(prompts, **options)
+    with PeakOfNewTensors() as peak:
+        decoder.decode(prompts, **options)
+    state = decoder.rows
+    own_cache, draft_state = bytes_in(state.cache.storage), bytes_in(state.draft_state)
+    state.draft_state = None
+    measured = {
+        "weight_bytes": bytes_in(model.hf_model),
+        "kv_bytes": own_cache,
+        "draft_weight_bytes": bytes_in(drafter.model.hf_model) if name == "independent" else 0,
+        "draft_state_bytes": draft_state,
+        "row_bytes": bytes_in(state, without=(model, state.cache.storage)),
+        "working_bytes": peak.nbytes,
+    }
+    width = (0 if drafter is None else num_drafted) + 1
+    sampler = Sampler(build_transforms(sampling, None, vocab_size), build_rule(acceptance, sampling))
+    needs = sorted((len(prompt) + 10 + width for prompt in prompts), reverse=True)
+    call = call_of(model, decoder.storage, rows, needs, width, sampler)
+    return estimate_call(model, decoder.drafter, call), measured
+
+
+def check(estimate, measured):
+    total = sum(measured.values())
+    assert estimate.weight_bytes == pytest.approx(measured["weight_bytes"], rel=1e-3)
+    assert estimate.draft_weight_bytes == pytest.approx(measured["draft_weight_bytes"], rel=1e-3)
+    assert estimate.kv_bytes == measured["kv_bytes"], "keys and values take exactly what the formula says"
+    assert estimate.total_bytes == pytest.approx(total, rel=TOLERANCE), (estimate, measured)
+    return estimate.working_bytes / measured["working_bytes"]
+
+
+@pytest.mark.parametrize("setting", sorted(SETTINGS))
+@pytest.mark.parametrize("num_drafted", [4, 12])
+def test_every_way_of_judging_takes_what_was_counted(setting, num_drafted):
+    """A vocabulary that outweighs everything else: working memory is a third of the total and more."""
+    estimate, measured = compare("early_exit", setting, num_drafted=num_drafted)
+    assert check(estimate, measured) == pytest.approx(1, rel=TOLERANCE)
+    assert measured["working_bytes"] > 0.1 * sum(measured.values())
+
+
+@pytest.mark.parametrize("name", ["none", "early_exit", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cache", ["contiguous", Paged(4)], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("setting", ["greedy", "rejection"])
+def test_the_total_is_within_five_percent_for_each_drafter_dtype_and_storage(name, dtype, cache, setting):
+    estimate, measured = compare(name, setting, dtype=dtype, cache=cache, rows=3)
+    check(estimate, measured)
+    assert estimate.draft_state_bytes == pytest.approx(measured["draft_state_bytes"], rel=0.1)
+    assert estimate.row_bytes == pytest.approx(measured["row_bytes"], rel=0.25), "a few hundred numbers"
+
+
+@pytest.mark.parametrize("vocab_size", [97, 4096, 49152])
+def test_small_and_large_vocabularies(vocab_size):
+    check(*compare("early_exit", "rejection", vocab_size=vocab_size, rows=1))
+
+
+def test_an_estimate_without_the_working_memory_would_be_seen():
+    """Negative control: the tolerance is narrower than what there is to forget."""
+    estimate, measured = compare("early_exit", "rejection")
+    total = sum(measured.values())
+    for name in ("working_bytes", "kv_bytes", "weight_bytes"):
+        left = estimate.total_bytes - getattr(estimate, name)
+        assert name == "kv_bytes" or left != pytest.approx(total, rel=TOLERANCE)
+
+
+def refusal(rows, length, limit, name="independent", setting="rejection", **options):
+    """The message of a refused call, and (rows, tokens) it says would fit."""
+    model = target(8000, torch.float32)
+    decoder = Decoder(model, drafter_of(name, 8000, torch.float32), rows, memory_limit_bytes=limit, **options)
+    sampling, acceptance = SETTINGS[setting]
+    prompts = [prompt_ids(length - 10, vocab_size=8000)] * rows
+    with pytest.raises(UserError) as refused:
+        decoder.decode(prompts, max_new_tokens=10, lookahead=4, sampling=sampling, acceptance=acceptance)
+    message = str(refused.value)
+    found = re.search(r"max_batch_rows up to (\d+), or requests of up to (\d+) tokens", message)
+    return message, found and (int(found[1]), int(found[2]))
+
+
+def decodes(rows, length, limit, name="independent", setting="rejection", **options):
+    model = target(8000, torch.float32)
+    decoder = Decoder(model, drafter_of(name, 8000, torch.float32), rows, memory_limit_bytes=limit, **options)
+    sampling, acceptance = SETTINGS[setting]
+    prompts = [prompt_ids(length - 2, vocab_size=8000)] * rows
+    decoder.decode(prompts, max_new_tokens=2, lookahead=4, sampling=sampling, acceptance=acceptance)
+    return True
+
+
+@pytest.mark.parametrize("cache", ["contiguous", "paged"])
+def test_what_does_not_fit_is_refused_with_the_rows_and_the_length_that_do(cache, monkeypatch):
+    limit = 16 * 2**20
+    with monkeypatch.context() as patched:
+        patched.setattr("selfspec.decoding.decoder.make_cache", None)
+        patched.setattr("selfspec.decoding.decoder.run_requests", None)
+        message, (rows, length) = refusal(20, 200, limit, cache=cache)
+    assert re.search(
+        r"20 rows of up to 205 tokens .* need 1\d\.\d+ MiB beside the weights \(keys and values .* MiB, draft", message
+    )
+    assert "free on cpu are 16.00 MiB" in message
+    assert 1 <= rows < 20 and 1 < length < 200
+    assert decodes(rows, 200, limit, cache=cache) and decodes(20, length, limit, cache=cache)
+    for too_many in [(rows + 1, 200), (20, length + 64 + 1)]:
+        with pytest.raises(UserError, match="Would fit"):
+            decodes(*too_many, limit, cache=cache)
+
+
+def test_with_a_given_number_of_blocks_it_is_the_blocks_that_are_too_many():
+    message, _ = refusal(4, 40, 4_000_000, cache=Paged(16, num_blocks=5000))
+    blocks = int(re.search(r"Would fit: num_blocks up to (\d+)\.", message)[1])
+    assert decodes(4, 40, 4_000_000, cache=Paged(16, num_blocks=blocks))
+    assert f"num_blocks up to {blocks}." in refusal(4, 40, 4_000_000, cache=Paged(16, num_blocks=blocks + 1))[0]
+
+
+def test_a_refusal_leaves_what_was_there_and_says_when_nothing_fits():
+    model = target(8000, torch.float32)
+    decoder = Decoder(model, max_batch_rows=2, memory_limit_bytes=600_000)
+    prompt = prompt_ids(5)
+    first = decoder.decode([prompt], max_new_tokens=3, reuse=True)[0]
+    cache = decoder.rows.cache
+    with pytest.raises(UserError, match=r"2 rows of up to 255 tokens \(prompt, output, one round\) need"):
+        decoder.decode([prompt_ids(200)], max_new_tokens=54)
+    assert decoder.rows.cache is cache
+    again = decoder.decode([prompt], max_new_tokens=3, reuse=True)[0]
+    assert again.token_ids == first.token_ids and again.num_reused_tokens == 4
+    assert "Would fit: nothing; free some memory first" in refusal(4, 20, 1000)[0]
+
+
+def test_an_absurd_number_of_rows_is_refused_without_a_limit_given():
+    with pytest.raises(UserError, match=r"free on cpu are .*Would fit: max_batch_rows up to \d+"):
+        Decoder(target(97, torch.float32), max_batch_rows=10**9).decode([prompt_ids(5)], max_new_tokens=3)
+
+
+def test_what_is_free_is_read_from_the_machine_and_from_its_container(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    free = available_bytes(cpu)
+    assert free is None or 2**20 < free < 2**50
+    limit, usage = tmp_path / "limit", tmp_path / "usage"
+    monkeypatch.setattr("selfspec.decoding.budget.CGROUP_LIMITS", [(str(limit), str(usage))])
+    assert available_bytes(cpu) == pytest.approx(free, rel=0.2), "no such files"
+    limit.write_text("5000000\n")
+    usage.write_text("3000000\n")
+    assert available_bytes(cpu) == 2_000_000
+    limit.write_text("max\n")
+    assert available_bytes(cpu) == pytest.approx(free, rel=0.2)
