@@ -54,9 +54,9 @@ class EarlyExit:
             )
         self.target = target
         self.exit_layer = exit_layer
-        self._head: Callable[[Tensor], Tensor] = target.head
+        self._reduced_head: Callable[[Tensor], Tensor] | None = None
         if d_vocab is not None:
-            self._head = target.reduced_head(draft_token_ids(target, d_vocab, draft_vocab))
+            self._reduced_head = target.reduced_head(draft_token_ids(target, d_vocab, draft_vocab))
         elif draft_vocab is not None:
             raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
 
@@ -69,11 +69,12 @@ class EarlyExit:
     def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
         q: list[Tensor | None] = []
         hidden: list[Tensor] = []
+        head = self._reduced_head or self.target.head
         for step in range(num_drafted + 1):
             hidden_B1M = self.target.embed(rows.window(step, 1))
             hidden.append(self.target.run_layers(hidden_B1M, 0, self.exit_layer, rows.open(step, 1)))
             if step < num_drafted:  # the last drafted token is run, but nothing is drafted from it
-                _, q_BV = sampler.draw(rows, step, self._head(hidden[-1])[:, 0])
+                _, q_BV = sampler.draw(rows, step, head(hidden[-1])[:, 0])
                 q.append(q_BV)
         return Draft(
             tokens_BK=rows.window(1, num_drafted),
