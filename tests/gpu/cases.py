@@ -24,12 +24,14 @@ CACHES = {"contiguous": "contiguous", "paged": Paged(block_size=16)}
 NEEDS_KNOWN_OUTPUT = ("greedy", "greedy, penalties", "coupled")  # what the synthetic drafter can be used with
 
 
-def target_on(device):
-    return wrap_target(tiny_llama(max_positions=1024).to(device))
+def target_on(device, dtype=torch.float32):
+    return wrap_target(tiny_llama(max_positions=1024, dtype=dtype).to(device))
 
 
 def drafters_for(target):
-    independent = wrap_target(tiny_llama(seed=5, num_layers=2, max_positions=1024).to(target.device))
+    independent = wrap_target(
+        tiny_llama(seed=5, num_layers=2, max_positions=1024, dtype=target.dtype).to(target.device)
+    )
     return {
         "none": NoDraft(),
         "early_exit": build_drafter("early_exit", target, exit_layer=2),
