@@ -137,9 +137,15 @@ def caption(config: ConcurrencyConfig, provenance: Mapping[str, Any]) -> str:
         f"{name}, {config.runtime.dtype}, temperature {config.sampling.temperature:g}",
         f"{config.num_requests} requests per repeat, {len(loads)} repeat{'s' * (len(loads) > 1)}, {loop}; {lengths}",
         f"{machine['cpu']}, {machine['num_threads']} threads; GPUs: {', '.join(machine['gpus']) or 'none'}",
-        f"torch {provenance['packages']['torch']}; config {provenance['config_hash'][:8]}",
+        f"torch {provenance['packages']['torch']}; config {provenance['config_hash'][:8]}, code {code(provenance)}",
     ]
     return "; ".join(facts) + "."
+
+
+def code(provenance: Mapping[str, Any]) -> str:
+    """The commits of the run and of where it was gone on with; + for uncommitted changes."""
+    states = [entry["git"] for entry in [provenance, *provenance["resumed"]] if entry["git"]]
+    return ", ".join(dict.fromkeys(state["commit"][:8] + "+" * state["dirty"] for state in states)) or "not recorded"
 
 
 @entry_point("concurrency")

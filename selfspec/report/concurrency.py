@@ -3,10 +3,11 @@
 Speculation spends arithmetic to save passes over the weights. With more rows in a pass the arithmetic stops being free,
 so every method's speedup over AR falls with the number of rows, and somewhere crosses 1: `break_even`.
 
-Speedup: seconds that requests hold a row, per token, of AR over those of the method, on the same number of rows and the
-same load (`speedup_total_time` of `selfspec.report.speedup`). With all rows busy that is the ratio of tokens/s; unlike
-tokens/s it does not depend on how the last rows empty. Its interval resamples requests, each paired with itself: it
-holds the choice of requests, and not what slows a whole cell, which the order of cells and the repeats are there for.
+Speedup: tokens/s (over the makespan) of the method over AR's, on the same number of rows and the same load. It is the
+product of two ratios: tokens per second that a request holds a row, and rows that hold one. The interval resamples
+requests, each paired with itself, in the first and keeps the second as it was; so it holds the choice of requests, and
+not what slows a whole cell, which the order of cells and the repeats are there for. A load with few requests per row
+is mostly the filling and emptying of the rows: see `busy_rows`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ def summarise_cells(cells: Sequence[Cell]) -> dict[str, Any]:
 def _point(cells: Mapping[int, Cell], baseline: Mapping[int, Cell], reference: Mapping[int, Cell]) -> dict[str, Any]:
     every = list(cells.values())
     first = every[0]
-    tokens, seconds = (sum(map(count, every)) for count in (latency.num_tokens, latency.makespan_s))
     pairs = [
         (mine.tokens_sha, theirs.tokens_sha)
         for repeat in cells
@@ -77,8 +77,8 @@ def _point(cells: Mapping[int, Cell], baseline: Mapping[int, Cell], reference: M
         "lossy": first.lossy,
         "synthetic": first.synthetic,
         "num_repeats": len(every),
-        "tokens_per_s": tokens / seconds,
-        "tokens_per_s_by_repeat": [latency.num_tokens(cell) / latency.makespan_s(cell) for cell in every],
+        "tokens_per_s": _tokens_per_s(every),
+        "tokens_per_s_by_repeat": [_tokens_per_s([cell]) for cell in every],
         "busy_rows": float(np.mean([latency.busy_rows(cell) for cell in every])),
         "al_pooled": latency.al_pooled(every),
         "speedup": None if first.method == BASELINE else speedup(cells, baseline),
@@ -89,21 +89,31 @@ def _point(cells: Mapping[int, Cell], baseline: Mapping[int, Cell], reference: M
 
 
 def speedup(cells: Mapping[int, Cell], baseline: Mapping[int, Cell]) -> dict[str, float | None] | None:
-    """AR's row-seconds per token over the method's, with a bootstrap interval over requests. None if none is shared."""
-    times = [
-        (sum(mine.num_emitted), latency.row_s(mine), sum(theirs.num_emitted), latency.row_s(theirs))
-        for repeat in sorted(set(cells) & set(baseline))
-        for mine, theirs in zip(cells[repeat].requests, baseline[repeat].requests, strict=True)
-    ]
-    if not times:
+    """Tokens/s over the baseline's in the repeats that both have, with a bootstrap interval; None if there is none."""
+    shared = sorted(set(cells) & set(baseline))
+    if not shared:
         return None
-    times_P4 = np.array(times, dtype=np.float64)
-    result: dict[str, float | None] = {"ratio": speedup_total_time(times_P4), "low": None, "high": None}
-    if len(times) > 1:
-        sums_R4 = resample_counts(len(times), seed=0) @ times_P4
+    ours, theirs = ([side[repeat] for repeat in shared] for side in (cells, baseline))
+    ratio = _tokens_per_s(ours) / _tokens_per_s(theirs)
+    times_P4 = np.array(
+        [
+            (sum(mine.num_emitted), latency.row_s(mine), sum(other.num_emitted), latency.row_s(other))
+            for one, another in zip(ours, theirs, strict=True)
+            for mine, other in zip(one.requests, another.requests, strict=True)
+        ],
+        dtype=np.float64,
+    )
+    result: dict[str, float | None] = {"ratio": ratio, "low": None, "high": None}
+    if len(times_P4) > 1:
+        sums_R4 = resample_counts(len(times_P4), seed=0) @ times_P4
         logs_R = np.log(sums_R4[:, 3] / sums_R4[:, 2]) - np.log(sums_R4[:, 1] / sums_R4[:, 0])
-        result["low"], result["high"] = percentile_interval(logs_R)
+        busy_rows_ratio = ratio / speedup_total_time(times_P4)
+        result["low"], result["high"] = percentile_interval(logs_R + math.log(busy_rows_ratio))
     return result
+
+
+def _tokens_per_s(cells: Sequence[Cell]) -> float:
+    return sum(map(latency.num_tokens, cells)) / sum(map(latency.makespan_s, cells))
 
 
 def break_even(curve: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -154,9 +164,9 @@ def concurrency_tables(summary: Mapping[str, Any], caption: str) -> tuple[Table,
     fewest = f"{summary['rows'][0]} row{'s' * (summary['rows'][0] != 1)}"
     rate_notes = [break_even_text(names[method], found) for method, found in summary["break_even"].items()]
     rate_notes.append(
-        f"Speedup: row-seconds per token, AR's over the method's, same rows and load, with a {CONFIDENCE:.0%} "
-        "bootstrap interval over requests (it does not hold what slows a whole cell); τ: al_pooled; busy rows: rows "
-        f"that hold a request, over the makespan; equal: requests with the tokens of AR on {fewest}."
+        f"Speedup: tokens/s (over the makespan) over AR's, same rows and load, with a {CONFIDENCE:.0%} bootstrap "
+        "interval over requests (it does not hold what slows a whole cell); τ: al_pooled; busy rows: rows that hold a "
+        f"request, over the makespan; equal: requests with the tokens of AR on {fewest}."
     )
     if any(map(_mark, points)):
         rate_notes.append("† lossy: the rule does not keep the target's distribution. ‡ synthetic acceptance.")
@@ -226,7 +236,7 @@ def concurrency_figure(summary: Mapping[str, Any]) -> Figure:
             axes.set_xscale("log", base=2)
             axes.set_xticks(summary["rows"], [str(num_rows) for num_rows in summary["rows"]])
             axes.set_xlabel("rows decoded together")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(4, index + 1))
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, index + 1))
     return figure
 
 
