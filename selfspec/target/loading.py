@@ -53,7 +53,7 @@ def load_target(
 
     def load_model() -> Any:
         model = random_model(config) if config.kind == "random" else load_pretrained(config, chosen_dtype)
-        return model.to(device=chosen_device, dtype=chosen_dtype)
+        return in_dtype(model, chosen_dtype).to(device=chosen_device)
 
     target = wrap_target(load_model(), load_tokenizer(config), name)
     if fused is not False and not fuse(target, reload=load_model) and fused:
@@ -91,6 +91,15 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "float16" and device.type == "cpu":
         raise UserError("dtype='float16' on a CPU is slow and overflows. Allowed on cpu: float32, bfloat16, float64.")
     return DTYPES[dtype]
+
+
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """The same model with its parameters in `dtype`. Not its buffers: transformers keeps rotary frequencies in float32,
+    and in bfloat16 an angle at position 1,000 would be wrong by radians.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _as_config(given: str | Path | TargetConfig, trust_remote_code: bool) -> tuple[TargetConfig, str]:
