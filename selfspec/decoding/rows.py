@@ -82,7 +82,6 @@ class Rows:
         self.rounds: dict[object, object] = {}  # captured rounds, which hold addresses of these very tensors
         self._fixed_extent: int | None = None
         self._steps_S = torch.arange(slots, device=device)
-        self._paused: set[int] = set()  # rows whose prompt is still being run
         self._lengths = [0] * num_rows  # host mirror of lengths_B for active rows, 0 for idle ones
         self._kept: list[list[int]] = [[] for _ in range(num_rows)]  # host: each row's committed tokens
         self.round_width = capacity  # the longest round, in tokens: what a row may write behind its last one
@@ -133,7 +132,7 @@ class Rows:
         """Room for a round that writes `width` tokens of each row, behind what `lag` rounds not yet read may add."""
         self._in_flight = lag * self.round_width
         for row, end in enumerate(self._ends):
-            if end and row not in self._paused:
+            if end:
                 first = self._lengths[row]
                 self.cache.reserve(row, first, min(first + self._in_flight + width, end))
 
@@ -144,12 +143,10 @@ class Rows:
         """
         self.active_B[row].fill_(False)
         self._lengths[row] = 0
-        self._paused.add(row)
 
     def resume(self, row: int) -> None:
         self.active_B[row].fill_(True)
         self._lengths[row] = len(self._kept[row]) - 1
-        self._paused.remove(row)
 
     def release(self, row: int) -> None:
         """The row is done: it writes to the trash slot from now on. Its keys and values stay until their place is
