@@ -4,11 +4,12 @@
 # make test-oldest   the test-suite with the oldest transformers that is supported, in an environment of its own
 #
 # PYTHON    the interpreter to start from (3.11 or newer)
+# PYTEST_ARGS  passed to pytest; all cores, one test file at a time on each, unless you say otherwise
 # PIP_ARGS  passed to every pip install, for example an index that has PyTorch's CPU wheels
 
 PYTHON ?= python3
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n auto --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
