@@ -116,7 +116,7 @@ class CudaRecorder:
 
     def _abandon_pool(self) -> None:
         """A capture that the driver broke off stays open for torch's allocator, which then refuses the next one."""
-        with suppress(RuntimeError):  # "not currently recording": it was closed properly
+        with suppress(RuntimeError, AttributeError):  # "not currently recording": it was closed properly
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
             torch._C._cuda_releasePool(self.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
