@@ -7,8 +7,9 @@ import torch
 from cases import RULES, drafters_for, target_on
 
 from selfspec import Decoder, Sampling
+from selfspec.decoding.capture import CudaRecorder
 from selfspec.decoding.sampler import Sampler
-from selfspec.sampling import NoiseKey, build_rule, build_transforms, gumbel, uniforms
+from selfspec.sampling import NoiseKey, Prefix, build_rule, build_transforms, gumbel, uniforms
 from selfspec.target.attention import attention_backends, grouped_attention
 from tiny_models import prompt_ids
 
@@ -50,6 +51,39 @@ def test_verdicts_are_the_same(name):
         verdict = rule.accept(tokens_BK, q_BKV, many_B, p_BTV, NoiseKey(5, *positions))
         verdicts.append([tokens_BK.tolist(), verdict.num_accepted_B.tolist(), verdict.next_token_B.tolist()])
     assert verdicts[0] == verdicts[1]
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+@torch.inference_mode()
+def test_sampling_from_a_large_vocabulary_can_be_captured(name):
+    B, K = 2, 3
+    sampling = RULES[name].get("sampling", Sampling())
+    rule = build_rule(RULES[name].get("acceptance", "auto"), sampling)
+    transforms = build_transforms(sampling, None, V)
+    logits_BTV = torch.randn(B, K + 1, V, device="cuda") * 3
+    tokens_BS = torch.randint(0, V, (B, 64), device="cuda")
+    prefix = Prefix(tokens_BS, torch.full((B, K + 1), 20, device="cuda"), torch.full((B,), 9, device="cuda"))
+    seed, rows_B = torch.tensor(0, device="cuda"), torch.arange(B, device="cuda")
+    out: list[torch.Tensor] = []
+
+    def part():
+        p_BTV = transforms(logits_BTV, prefix)
+        key = (seed, rows_B, torch.full_like(rows_B, 9))
+        draws = [rule.draw(p_BTV[:, k], NoiseKey(*key, step=k)) for k in range(K)]
+        q_BKV = torch.stack([q for _, q in draws], 1) if rule.needs_q else None
+        drafted_BK = torch.stack([token for token, _ in draws], 1)
+        verdict = rule.accept(drafted_BK, q_BKV, torch.full_like(rows_B, K), p_BTV, NoiseKey(*key))
+        out[:] = [torch.cat([drafted_BK, verdict.num_accepted_B[:, None], verdict.next_token_B[:, None]], 1)]
+
+    recording = CudaRecorder(logits_BTV.device).record([part])
+    captured = out[0]
+    for value in (1, 2):
+        seed.fill_(value)
+        logits_BTV.copy_(torch.randn(B, K + 1, V) * 3)
+        recording.graphs[0].replay()
+        replayed = captured.tolist()
+        part()
+        assert replayed == out[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
