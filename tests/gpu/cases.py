@@ -6,7 +6,11 @@ import torch
 
 from selfspec import Sampling, build_drafter, wrap_target
 from selfspec.cache import Paged
+from selfspec.decoding.round import prefill
+from selfspec.decoding.rows import Rows
+from selfspec.decoding.sampler import Sampler
 from selfspec.drafters import NoDraft
+from selfspec.sampling import build_rule, build_transforms
 from tiny_models import prompt_ids, tiny_llama
 
 SAMPLED = dict(temperature=0.9, top_p=0.95, top_k=40)
@@ -50,6 +54,33 @@ PAIRS = [
     if rule in NEEDS_KNOWN_OUTPUT or not drafter.startswith("synthetic")
 ]
 RAGGED = [prompt_ids(length, seed=length) for length in (9, 1, 70, 2, 30, 9)]  # more than rows: they are refilled
+
+
+def sampler_of(rule, target, seed=3):
+    """The transforms and the rule of one of RULES."""
+    sampling = RULES[rule].get("sampling", Sampling())
+    acceptance = build_rule(RULES[rule].get("acceptance", "auto"), sampling)
+    return Sampler(build_transforms(sampling, None, target.vocab_size), acceptance, seed)
+
+
+def placed(target, drafter, rows=2, capacity=300):
+    """Rows with prompts in them that have been run."""
+    state = Rows(target, rows, capacity)
+    state.set_eos([96])
+    drafter.start(state)
+    prompts = [prompt_ids(9 + row, seed=row) for row in range(rows)]
+    if hasattr(drafter, "learn"):
+        drafter.learn([ids + list(range(20)) for ids in prompts])
+    for row, ids in enumerate(prompts):
+        state.place(row, ids, 200, row)
+        prefill(target, drafter, state, row, 0, len(ids) - 1)
+    return state
+
+
+def the_rounds(decoder):
+    """The one set of captured rounds of a decoder."""
+    (rounds,) = decoder.rows.rounds.values()
+    return rounds
 
 
 def told(outputs):
