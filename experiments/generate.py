@@ -7,6 +7,8 @@ Where output is collected instead of watched, only what was really generated is 
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,6 +85,25 @@ def main(composed: DictConfig) -> None:
     console.print(summary_line(output), style="dim", soft_wrap=True)
 
 
+QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1).)*\1""", re.DOTALL)
+
+
+def as_typed(arguments: Sequence[str]) -> list[str]:
+    """`prompt=` made to mean the text as it stands, where Hydra would read commas, colons and quotes as its syntax.
+
+    A text that is quoted for Hydra already stays as it is.
+    """
+    return [_quoted(given) if given.startswith("prompt=") else given for given in arguments]
+
+
+def _quoted(argument: str) -> str:
+    key, _, text = argument.partition("=")
+    if QUOTED.fullmatch(text):
+        return argument
+    escaped = re.sub(r'(\\*)("|\Z)', lambda match: 2 * match[1] + (r"\"" if match[2] else ""), text)
+    return f'{key}="{escaped}"'
+
+
 def summary_line(output: selfspec.Output) -> str:
     num_tokens, seconds = len(output.token_ids), output.prefill_s + output.decode_s
     num_drafted = sum(entry.num_drafted for entry in output.rounds)
@@ -95,4 +116,5 @@ def summary_line(output: selfspec.Output) -> str:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = as_typed(sys.argv[1:])
     main()

@@ -234,6 +234,15 @@ def _check_target(target: TargetConfig) -> None:
         raise UserError(f"target.kind={target.kind} needs target.path: {what}.")
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size"):
         _at_least(f"target.shape.{name}", getattr(target.shape, name), 1)
+    shape = target.shape
+    _divides("num_kv_heads", shape.num_kv_heads, "num_heads", shape.num_heads)
+    if shape.head_dim is None:
+        _divides("num_heads", shape.num_heads, "hidden_size", shape.hidden_size)
+
+
+def _divides(small: str, divisor: int, large: str, number: int) -> None:
+    if number % divisor:
+        raise UserError(f"target.shape.{small}={divisor} does not divide target.shape.{large}={number}; it has to.")
 
 
 def _check_drafter(label: str, drafter: object) -> None:

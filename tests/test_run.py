@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import selfspec.run
-from selfspec.config import CompareConfig, conf_dir, config_hash, resolve
+from selfspec.config import CompareConfig, RandomShape, TargetConfig, conf_dir, config_hash, resolve
 from selfspec.errors import UserError
 from selfspec.records import RunWriter, read_run
 from selfspec.run import run_compare
+from selfspec.target.byte_tokenizer import byte_tokenizer
+from selfspec.target.loading import random_model
 
 REPO = Path(__file__).parent.parent
 METHODS = ["hf_generate", "ar", "early_exit", "ngram"]
@@ -238,6 +242,17 @@ def test_watching_one_prompt_prints_its_text_and_a_summary_line(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "text", ["Hello, world", 'say "a, b" or C:\\', "Don't [stop", "f(x) = {1: 2}, y", "5", 'two\nlines, "quoted"', "\\"]
+)
+def test_a_prompt_on_the_command_line_is_taken_as_it_stands(text: str) -> None:
+    sys.path.append(str(REPO / "experiments"))
+    as_typed = importlib.import_module("generate").as_typed
+    (argument,) = as_typed([f"prompt={text}"])
+    assert OverridesParser.create().parse_override(argument).value() == text
+    assert as_typed([argument, "drafter=ngram"]) == [argument, "drafter=ngram"]
+
+
 @pytest.mark.slow
 def test_one_bad_job_of_a_sweep_does_not_stop_the_others(tmp_path: Path) -> None:
     done = _run(tmp_path, "measure.max_prompts=1", "drafters.early_exit.exit_layer=2,9,3", "--multirun")
@@ -261,6 +276,10 @@ BAD_INPUT = {
     "tracking.kind=tensorboard": "wandb_offline",
     "lookahead.kind=adaptive": "Allowed: fixed",
     "drafter=independent drafter.model=smollm2": "smollm2-135m",
+    "target.shape.num_heads=5 target.shape.num_kv_heads=5": "target.shape.hidden_size=64",
+    "target.shape.num_kv_heads=3": "target.shape.num_heads=4",
+    "target=hf target.path=/no/such/folder": "No model folder at /no/such/folder",
+    "target=hf target.path=./nothing": "No model folder at nothing",
 }
 
 
@@ -289,6 +308,18 @@ def test_user_errors_are_one_line_and_exit_code_1(override: str, allowed: str, t
     assert line.startswith("error: ")
     assert allowed in line
     assert not list(tmp_path.iterdir()), "something was left behind"
+
+
+def test_a_draft_model_too_short_for_the_prompts_is_refused_before_a_run_directory_is_made(compare, tmp_path) -> None:
+    short = random_model(
+        TargetConfig(kind="random", shape=RandomShape(vocab_size=512, num_layers=1, max_positions=300))
+    )
+    model = tmp_path / "short"
+    short.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    with pytest.raises(UserError, match="has 300 positions"):
+        compare("drafter=independent", f"drafter.model={model}", "measure.max_prompts=48")
+    assert [path.name for path in tmp_path.iterdir()] == ["short"]
 
 
 def test_a_place_that_cannot_be_written_to_is_a_user_error(compare, tmp_path: Path) -> None:

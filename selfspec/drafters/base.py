@@ -8,14 +8,17 @@ one conf/drafter file and one line in `selfspec.drafters.registry`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.sampler import Sampler
+    from selfspec.sampling import Rule
 
 
 @dataclass
@@ -43,6 +46,25 @@ class Drafter(Protocol):
 
     def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
         """Up to `num_drafted` tokens per row, also written behind the committed ones with `rows.propose`."""
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """A drafter that cannot serve sequences of any length: asked before a run directory or a cache is made."""
+
+    def check_capacity(self, num_tokens: int) -> None:
+        """UserError unless `num_tokens` (prompt, output and one draft) are possible."""
+
+
+@runtime_checkable
+class Foretold(Protocol):
+    """A drafter that must be told the target's own output first: it is decoded beforehand, off the clock."""
+
+    def check(self, rule: Rule) -> None:
+        """UserError for an acceptance rule under which that output cannot be known."""
+
+    def learn(self, sequences: Sequence[list[int]]) -> None:
+        """Prompt and autoregressive output of every request of a call, in order."""
 
 
 class NoDraft:

@@ -47,12 +47,16 @@ class Independent:
         self.target = target
         self.model = model
 
-    def start(self, rows: Rows) -> None:
-        if rows.capacity > self.model.max_positions:
+    def check_capacity(self, num_tokens: int) -> None:
+        """UserError unless the draft model has positions for prompt, output and one draft."""
+        if num_tokens > self.model.max_positions:
             raise UserError(
                 f"The draft model {self.model.name} has {self.model.max_positions} positions; prompt, output and one "
-                f"draft need {rows.capacity}. Ask for fewer new tokens or use another draft model."
+                f"draft need {num_tokens}. Ask for fewer new tokens or use another draft model."
             )
+
+    def start(self, rows: Rows) -> None:
+        self.check_capacity(rows.capacity)
         rows.draft_state = self.model.make_cache(rows.num_rows, rows.capacity)
 
     def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:

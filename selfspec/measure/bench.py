@@ -10,6 +10,7 @@ from typing import Any
 
 from selfspec.config import CompareConfig, GenerateConfig, conf_dir
 from selfspec.drafters import Drafter, build_drafter
+from selfspec.drafters.base import Limited
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.measure.divergence import TOLERANCE, Comparison
 from selfspec.measure.items import longest_prompt, make_item
@@ -63,6 +64,8 @@ def assemble(config: CompareConfig) -> Bench:
     for label, options in config.drafters.items():
         with growth(target.device) as grown:
             drafter = drafter_of(options, target)
+        if isinstance(drafter, Limited):
+            drafter.check_capacity(capacity)  # before a run directory is there
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)

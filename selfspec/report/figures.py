@@ -139,6 +139,7 @@ def time_figure(runs: Sequence[Measured]) -> Figure:
             axes.barh(range(len(rows)), widths, 0.6, left, label=label, **look)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         _name_rows(axes, [label for label, _ in rows])
+        axes.set_xlim(0, 1.03 * max(left, default=1.0))  # bars of no width would take matplotlib's own margin away
         axes.set_xlabel("ms per emitted token")
         axes.grid(axis="y", visible=False)
         figure.legend(loc="outside lower center", ncols=len(PHASES))

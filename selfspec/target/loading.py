@@ -148,7 +148,10 @@ def _folder(config: TargetConfig) -> str:
         return str(fetch_smollm2())
     if config.kind == "gguf":
         return str(convert_gguf(str(config.path)))
-    return str(Path(str(config.path)).expanduser())
+    path = Path(str(config.path)).expanduser()
+    if not path.is_dir() and (path.is_absolute() or str(config.path).startswith(".")):  # no hub id looks like that
+        raise UserError(f"No model folder at {path}. Give an existing folder, or a hub id (owner/name).")
+    return str(path)
 
 
 def _options(config: TargetConfig) -> dict[str, Any]:
