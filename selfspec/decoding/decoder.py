@@ -29,7 +29,7 @@ from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
 from selfspec.drafters import Drafter, NoDraft
-from selfspec.drafters.synthetic import Synthetic
+from selfspec.drafters.base import Foretold
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Sampling, build_rule, build_transforms
@@ -120,7 +120,7 @@ class Decoder:
             requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
-        if isinstance(self.drafter, Synthetic):  # drafts the target's own tokens: they are found first, off the clock
+        if isinstance(self.drafter, Foretold):
             self.drafter.check(rule)
             self.drafter.learn(self._autoregressive(requests, sampler, stop, eos))
         rows = self._rows_for(requests, round_width(self.drafter, policy), eos, sampler)

@@ -49,9 +49,7 @@ def verify(target: Target, rows: Rows, draft: Draft) -> Tensor:
 
 def prefill(target: Target, drafter: Drafter, rows: Rows, row: int, start: int, end: int) -> None:
     """Tokens [start, end) of one row through all layers, in chunks of fixed width; then the drafter's own prefill."""
-    for first in range(start, end, PREFILL_CHUNK):
-        positions_1T, token_ids_1T = rows.prompt_chunk(row, first, end, PREFILL_CHUNK)
-        pass_ = rows.cache.open(positions_1T, extent=min(first + PREFILL_CHUNK, end), rows=slice(row, row + 1))
+    for pass_, token_ids_1T in rows.prompt_passes(rows.cache, row, start, end, PREFILL_CHUNK):
         target.run_layers(target.embed(token_ids_1T), 0, target.num_layers, pass_)
     drafter.prefill(rows, row, start, end)
 

@@ -197,11 +197,16 @@ class Rows:
         """The token ids at `positions(first, width)`, committed or tentative."""
         return self.tokens_BS.gather(1, (self.lengths_B[:, None] + first + self._steps_S[:width]).clamp(min=0))
 
-    def prompt_chunk(self, row: int, first: int, end: int, width: int) -> tuple[Tensor, Tensor]:
-        """Positions and token ids `[1, width]` of one row from `first` on; −1 from `end` on (padding)."""
-        positions_T = first + self._steps_S[:width]
-        token_ids_T = self.tokens_BS[row].gather(0, positions_T.clamp(max=self.tokens_BS.shape[1] - 1))
-        return torch.where(positions_T < end, positions_T, -1)[None], token_ids_T[None]
+    def prompt_passes(self, cache: Cache, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Tensor]]:
+        """Tokens [start, end) of one row in chunks of `width`: a pass over `cache`, and the token ids `[1, width]`.
+
+        The last chunk is padded: shapes stay fixed, and what is behind `end` goes to the trash slot.
+        """
+        for first in range(start, end, width):
+            positions_T = first + self._steps_S[:width]
+            token_ids_T = self.tokens_BS[row].gather(0, positions_T.clamp(max=self.tokens_BS.shape[1] - 1))
+            positions_1T = torch.where(positions_T < end, positions_T, -1)[None]
+            yield cache.open(positions_1T, min(first + width, end), slice(row, row + 1)), token_ids_T[None]
 
     def propose(self, step: int, tokens_BN: Tensor) -> None:
         """Write N drafted tokens, the first being that of `step` (0-based), behind the committed ones."""

@@ -60,10 +60,7 @@ class Independent:
         rows.draft_state = self.model.make_cache(rows.num_rows, rows.capacity)
 
     def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
-        cache = _cache_of(rows)
-        for first in range(max(start - 1, 0), end, PREFILL_CHUNK):
-            positions_1T, token_ids_1T = rows.prompt_chunk(row, first, end, PREFILL_CHUNK)
-            pass_ = cache.open(positions_1T, extent=min(first + PREFILL_CHUNK, end), rows=slice(row, row + 1))
+        for pass_, token_ids_1T in rows.prompt_passes(_cache_of(rows), row, max(start - 1, 0), end, PREFILL_CHUNK):
             self.model.run_layers(self.model.embed(token_ids_1T), 0, self.model.num_layers, pass_)
 
     def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
