@@ -5,7 +5,7 @@ distribution after token p+1. The first round of an answer starts at p = prompt 
 the first answer token: it is supervised, positions before it are not. Step j is labelled with the distribution after
 p+1+j, where that is still inside the answer. Tokens are the text's own (teacher-forced), hidden states the head's own.
 
-Loss: Σ_j decay^j × the mean coarse cross-entropy of step j, p renormalised on the draft vocabulary.
+Loss: Σ_j decay^j × the mean loss of step j (`selfspec.training.losses`), p renormalised on the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from selfspec.training.draft_vocab import read_draft_vocab
 from selfspec.training.eagle3_head import Eagle3Head, HeadShape
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
-from selfspec.training.losses import CHUNK, acceptance, head_loss, restrict
+from selfspec.training.losses import CHUNK, HeadLoss, acceptance, head_loss, restrict
 from selfspec.training.packed import reduced_head
 
 
@@ -77,13 +77,13 @@ class Eagle3Trainee:
             self.head.lm_head.weight.copy_(head_VM.cpu())
         self.module: nn.Module = self.head
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
         total = batch.weight_N.new_zeros(())
         for j, (hidden_BTM, at, rows) in enumerate(self._steps(batch)):
             ids, logp = self._labels(batch, rows)
             hidden = self.head.norm(hidden_BTM.flatten(0, 1)[at]).float()
             weight = torch.ones(len(at), device=hidden.device)
-            step = head_loss(hidden, self.head.lm_head.weight, ids, logp, weight)
+            step = objective(hidden, self.head.lm_head.weight, ids, logp, weight)
             # the trainer divides by the number of supervised positions: each step counts as its mean
             total = total + self.options.decay**j * step * batch.weight_N.sum() / max(1, len(at))
         return total

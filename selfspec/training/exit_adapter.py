@@ -28,7 +28,7 @@ from selfspec.training.data import write_atomically
 from selfspec.training.draft_vocab import read_draft_vocab
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
-from selfspec.training.losses import head_loss, restrict
+from selfspec.training.losses import HeadLoss, head_loss, restrict
 from selfspec.training.packed import LayerRunner, reduced_head
 from selfspec.training.validating import validate_chain
 
@@ -53,11 +53,11 @@ class ExitAdapterTrainee:
         self.token_ids = token_ids
         self.head_VM, self.place_V = reduced_head(target, token_ids)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
         ids, logp = batch.teacher_ids_NK, batch.teacher_logp_NK
         if self.place_V is not None:
             ids, logp = restrict(ids, logp, self.place_V)
-        return head_loss(self._hidden(batch), self.head_VM, ids, logp, batch.weight_N)
+        return objective(self._hidden(batch), self.head_VM, ids, logp, batch.weight_N)
 
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
         return validate_chain(batches, greedy, self._hidden, lambda h: h @ self.head_VM.T, self.place_V)

@@ -21,7 +21,7 @@ from selfspec.target import Target
 from selfspec.target.loading import random_model
 from selfspec.training.batches import Batch
 from selfspec.training.evaluate import Validation
-from selfspec.training.losses import head_loss
+from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.validating import validate_chain
 
 
@@ -45,10 +45,10 @@ class IndependentTrainee:
         self._model: Any = model
         self.tokenizer = tokenizer
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
         hidden_NM = self._hidden(batch)
         head_VM = self._model.lm_head.weight
-        return head_loss(hidden_NM, head_VM, batch.teacher_ids_NK, batch.teacher_logp_NK, batch.weight_N)
+        return objective(hidden_NM, head_VM, batch.teacher_ids_NK, batch.teacher_logp_NK, batch.weight_N)
 
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
         return validate_chain(batches, greedy, self._hidden, self._model.lm_head)

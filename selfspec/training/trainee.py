@@ -13,14 +13,15 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.evaluate import Validation
+from selfspec.training.losses import HeadLoss, head_loss
 
 
 class Trainee(Protocol):
     module: nn.Module  # what is trained and checkpointed: its parameters and nothing of the target's
     feature_layers: tuple[int, ...]  # target hidden states wanted in `Batch.features_BTF`: those entering these layers
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Sum over the supervised positions, differentiable; the trainer divides by their number in the whole step."""
+    def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
+        """Sum of `objective` over the supervised positions; the trainer divides by their number in the whole step."""
 
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
         """Held-out quality; `greedy` are the documents that the target wrote at temperature 0."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from selfspec.errors import UserError
 from selfspec.training.batches import Batches
 from selfspec.training.data import write_atomically
+from selfspec.training.losses import head_loss_named
 from selfspec.training.trainee import Trainee
 
 STATE = "training_state.safetensors"
@@ -42,6 +43,7 @@ class TrainConfig:
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
+    loss: str = "ce"  # one of selfspec.training.losses.LOSSES
     accumulate: int = 1
     autocast: bool = True  # bfloat16 products; weights and moments stay float32
     num_kept: int = 32  # target tokens kept per position
@@ -57,6 +59,7 @@ class TrainConfig:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 1.")
         if self.learning_rate <= 0 or self.clip_norm <= 0:
             raise UserError("train.learning_rate and train.clip_norm must be above 0.")
+        head_loss_named(self.loss)
         if not 0 <= self.warmup_steps < self.steps:
             raise UserError(f"train.warmup_steps={self.warmup_steps} must lie in [0, train.steps={self.steps}).")
 
@@ -94,6 +97,7 @@ def train(
         betas=config.betas,
         fused=True,
     )
+    objective = head_loss_named(config.loss)
     step = restore(folder, named, optimizer, run_key)
     log = _Log(folder / LOG, step, report)
     device = next(iter(named.values())).device
@@ -108,7 +112,7 @@ def train(
         num_supervised = sum(int(batch.weight_N.sum()) for batch in batches)
         for batch in batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=config.autocast):
-                part = trainee.loss(batch) / num_supervised
+                part = trainee.loss(batch, objective) / num_supervised
             part.backward()
             loss += part.detach()
         trained_tokens += num_supervised
