@@ -57,12 +57,12 @@ class Breaks:
     def start(self, rows):
         pass
 
-    def prefill(self, rows, row, start, end):
+    def prefill(self, rows, seen):
         pass
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
         self(rows, rows)
-        return drafters()["always_right"].propose(rows, num_drafted, sampler)
+        return drafters()["always_right"].propose(rows, drafting)
 
 
 def test_the_model_is_unmodified_after_calls_and_after_exceptions():

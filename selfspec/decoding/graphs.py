@@ -5,10 +5,11 @@ round reads and writes lies in `Rows` and never moves, nothing in it reads the h
 extent) alone, so it can be captured once per such shape and replayed. Capturing runs the round with all rows idle: it
 writes to the trash slots and to the tentative area only, so no state has to be saved or restored.
 
-What a graph has baked in is in a key: K and extent here; drafter, transforms, rule and halves in `choose_rounds`; the
-ends of sequence in `Rows.set_eos`. The noise is a function of (seed, request, position), so replays need no generator
-state; the seed is a tensor here. The same code runs eagerly on the CPU, where the tests check what a graph relies on
-and replay recorded operators (tests/decoding/test_rounds.py, tests/gpu); `pytest -m gpu` checks the graphs themselves.
+What a graph has baked in is in a key: plan (K) and extent here; drafter, policy, transforms, rule and halves in
+`choose_rounds`; the ends of sequence in `Rows.set_eos`. The noise is a function of (seed, request, position), so
+replays need no generator state; the seed is a tensor here. The same code runs eagerly on the CPU, where the tests check
+what a graph relies on and replay recorded operators (tests/decoding/test_rounds.py, tests/gpu); `pytest -m gpu` checks
+the graphs themselves.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.capture import CudaRecorder, NotCapturable, Read, Recorder, Recording
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round, settle, verify
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopwatch import Stopwatch
-from selfspec.drafters.base import Draft, Drafter
+from selfspec.drafters.base import Draft, Drafter, feature_layers_of
 from selfspec.errors import UserError
+from selfspec.lookahead import Plan, Stopping
 
 EXTENT_BUCKET = 256  # slots; attention reads at most this many stale slots, or an eighth of them all
 MAX_GRAPHS = 64  # shapes per drafter and sampling; the one not used for longest goes
@@ -42,7 +45,7 @@ class Rounds(Protocol):
 
     lag: int
 
-    def __call__(self, num_drafted: int, stopwatch: Stopwatch) -> Read:
+    def __call__(self, plan: Plan, stopwatch: Stopwatch) -> Read:
         """Starts a round; calling what it returns waits for the round and reads its report (`Rows.commit`)."""
 
 
@@ -53,10 +56,13 @@ class EagerRounds:
     drafter: Drafter
     rows: Rows
     sampler: Sampler
+    stopping: Stopping | None = None
     lag: int = 0
 
-    def __call__(self, num_drafted: int, stopwatch: Stopwatch) -> Read:
-        return decode_round(self.rows.target, self.drafter, self.rows, num_drafted, self.sampler, stopwatch).tolist
+    def __call__(self, plan: Plan, stopwatch: Stopwatch) -> Read:
+        on_host = self.rows.device.type == "cpu"  # elsewhere looking at the draft would stall the device
+        drafting = Drafting(self.rows, plan, self.sampler, self.stopping, may_look=on_host)
+        return decode_round(self.rows.target, self.drafter, self.rows, drafting, self.sampler, stopwatch).tolist
 
 
 @dataclass
@@ -68,22 +74,29 @@ class Captured:
 
 
 class GraphedRounds:
-    """Whole rounds, or the two halves of a round, as graphs: one recording per (K, extent).
+    """Whole rounds, or the two halves of a round, as graphs: one recording per (plan, extent).
 
     fall_back: what cannot be captured is launched from Python, with a warning; else it is an error.
     """
 
     def __init__(
-        self, drafter: Drafter, rows: Rows, sampler: Sampler, whole: bool, recorder: Recorder, fall_back: bool = False
+        self,
+        drafter: Drafter,
+        rows: Rows,
+        sampler: Sampler,
+        whole: bool,
+        recorder: Recorder,
+        fall_back: bool = False,
+        stopping: Stopping | None = None,
     ) -> None:
-        self.drafter, self.whole, self.fall_back = drafter, whole, fall_back
+        self.drafter, self.stopping, self.whole, self.fall_back = drafter, stopping, whole, fall_back
         self.seed = torch.tensor(0, dtype=torch.int64, device=rows.device)
         self.sampler = replace(sampler, seed=self.seed)
         self.lag = 1 if whole else 0
         self.num_captures, self.capture_s = 0, 0.0
         self._rows = weakref.ref(rows)  # the rows hold this object: in a cycle their cache would outlive them
         self._recorder = recorder
-        self._captured: OrderedDict[tuple[int, int], Captured] = OrderedDict()
+        self._captured: OrderedDict[tuple[Plan, int], Captured] = OrderedDict()
         self._capturable = True
         self._unread: deque[int] = deque(maxlen=self.lag)  # tokens that rounds not yet read may have added to a row
         self.reseed(sampler)
@@ -99,34 +112,36 @@ class GraphedRounds:
         seed = int(sampler.seed) % 2**64
         self.seed.fill_(seed - 2**64 if seed >= 2**63 else seed)
 
-    def __call__(self, num_drafted: int, stopwatch: Stopwatch) -> Read:
+    def __call__(self, plan: Plan, stopwatch: Stopwatch) -> Read:
         rows = self.rows
-        extent = bucket(rows.extent(0, num_drafted + 1) + sum(self._unread), rows.cache.num_slots)
-        self._unread.append(num_drafted + 1)
-        if self._capturable and (num_drafted, extent) not in self._captured:
+        extent = bucket(rows.extent(0, plan.num_drafted + 1) + sum(self._unread), rows.cache.num_slots)
+        self._unread.append(plan.num_drafted + 1)
+        if self._capturable and (plan, extent) not in self._captured:
             with stopwatch.paused():
-                self._capture(num_drafted, extent)
+                self._capture(plan, extent)
         if not self._capturable:
-            return self._recorder.to_host(self._launch(num_drafted, extent))
-        self._captured.move_to_end((num_drafted, extent))
-        captured = self._captured[num_drafted, extent]
+            return self._recorder.to_host(self._launch(plan, extent))
+        self._captured.move_to_end((plan, extent))
+        captured = self._captured[plan, extent]
         for graph, phase in zip(captured.recording.graphs, ("draft", "verify"), strict=False):
             graph.replay()
             if not self.whole:
                 stopwatch.mark(phase)
         return self._recorder.to_host(captured.report)
 
-    def _capture(self, num_drafted: int, extent: int) -> None:
+    def _capture(self, plan: Plan, extent: int) -> None:
         rows, begin = self.rows, time.perf_counter()
         draft: list[Draft] = []
         report: list[Tensor] = []
+        untimed = Stopwatch(rows.device, wait=False)
 
         def first_half() -> None:
-            draft[:] = [self.drafter.propose(rows, num_drafted, self.sampler)]
+            drafting = Drafting(rows, plan, self.sampler, self.stopping)
+            draft[:] = [self.drafter.propose(rows, drafting)]
 
         def second_half() -> None:
-            logits_BTV = verify(rows.target, rows, draft[0])
-            report[:] = [settle(rows, draft[0], logits_BTV, self.sampler)]
+            logits_BTV, features_BTF = verify(rows.target, rows, draft[0], feature_layers_of(self.drafter))
+            report[:] = [settle(self.drafter, rows, draft[0], logits_BTV, features_BTF, self.sampler, untimed)]
 
         def both() -> None:
             first_half()
@@ -141,18 +156,19 @@ class GraphedRounds:
             warnings.warn(f"{self.drafter.name}: rounds are launched from Python. {error}", stacklevel=2)
             self._capturable = False
             return
-        self._captured[num_drafted, extent] = Captured(recording, report[0])
+        self._captured[plan, extent] = Captured(recording, report[0])
         if len(self._captured) > MAX_GRAPHS:
             self._captured.popitem(last=False)
         self.num_captures += 1
         self.capture_s += time.perf_counter() - begin
 
-    def _launch(self, num_drafted: int, extent: int) -> Tensor:
+    def _launch(self, plan: Plan, extent: int) -> Tensor:
         """The same round without a graph; the host's lengths may be a round old, so the extent is given here too."""
         rows = self.rows
         with rows.reading(extent):
+            drafting = Drafting(rows, plan, self.sampler, self.stopping)
             untimed = Stopwatch(rows.device, wait=False)
-            return decode_round(rows.target, self.drafter, rows, num_drafted, self.sampler, untimed)
+            return decode_round(rows.target, self.drafter, rows, drafting, self.sampler, untimed)
 
 
 def bucket(num_slots: int, most: int) -> int:
@@ -161,7 +177,9 @@ def bucket(num_slots: int, most: int) -> int:
     return min(-(-num_slots // step) * step, most)
 
 
-def choose_rounds(drafter: Drafter, rows: Rows, sampler: Sampler, mode: str = "auto") -> Rounds:
+def choose_rounds(
+    drafter: Drafter, rows: Rows, sampler: Sampler, mode: str = "auto", stopping: Stopping | None = None
+) -> Rounds:
     """ "auto": whole-round graphs on CUDA where the transforms are built-in ones, else eager.
 
     UserError for a graph on a CPU, or around a caller's processors, which are Python.
@@ -171,16 +189,17 @@ def choose_rounds(drafter: Drafter, rows: Rows, sampler: Sampler, mode: str = "a
     if mode in ("split", "whole") and not capturable:
         raise UserError(f"rounds={mode!r} needs a CUDA device and no HF processors. Use rounds='auto' or 'eager'.")
     if mode == "eager" or not capturable:
-        return EagerRounds(drafter, rows, sampler)
+        return EagerRounds(drafter, rows, sampler, stopping)
     whole, strict = mode != "split", mode != "auto"
     settings = getattr(sampler.transforms, "sampling", None)
     transforms = id(sampler.transforms) if settings is None else repr(settings)
-    key = (whole, strict, id(drafter), transforms, type(sampler.rule), sampler.rule.name)
+    key = (whole, strict, id(drafter), id(stopping), transforms, type(sampler.rule), sampler.rule.name)
     rounds = rows.rounds.pop(key, None)
     if isinstance(rounds, GraphedRounds):
         rounds.reseed(sampler)
     else:
-        rounds = GraphedRounds(drafter, rows, sampler, whole, CudaRecorder(rows.device), fall_back=not strict)
+        recorder = CudaRecorder(rows.device)
+        rounds = GraphedRounds(drafter, rows, sampler, whole, recorder, fall_back=not strict, stopping=stopping)
     rows.rounds[key] = rounds  # the last in order of use
     if len(rows.rounds) > MAX_SETTINGS:
         del rows.rounds[next(iter(rows.rounds))]

@@ -22,7 +22,7 @@ from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import Stop
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import Drafter
-from selfspec.lookahead import Lookahead
+from selfspec.lookahead import Lookahead, Observing, Plan, RoundOutcome, Stopping
 from selfspec.records import RoundRecord
 from selfspec.sampling import raise_for
 
@@ -73,9 +73,12 @@ def run_requests(
     """
     waiting = deque(sorted(requests, key=lambda request: request.arrival_s))
     running, outputs = dict[int, Running](), dict[int, Output]()
-    rounds = choose_rounds(drafter, rows, sampler, mode)
+    stopping = lookahead if isinstance(lookahead, Stopping) else None
+    if stopping is not None:
+        stopping.start(rows.num_rows, rows.device)
+    rounds = choose_rounds(drafter, rows, sampler, mode, stopping)
     stopwatch = Stopwatch(rows.device, wait=rounds.lag == 0)
-    in_flight: deque[tuple[Read, dict[int, Running]]] = deque()
+    in_flight: deque[tuple[Read, Plan, dict[int, Running]]] = deque()
     begin_s = stopwatch.now()
     while waiting or running:
         if not running:
@@ -90,21 +93,40 @@ def run_requests(
         if not decoding:
             continue
         stopwatch.start()
-        num_drafted = 0 if drafter.max_drafted == 0 else lookahead.choose()
-        rows.reserve(num_drafted + 1, rounds.lag)
-        in_flight.append((rounds(num_drafted, stopwatch), decoding))
+        plan = Plan(0) if drafter.max_drafted == 0 else lookahead.choose()
+        rows.reserve(plan.num_drafted + 1, rounds.lag)
+        in_flight.append((rounds(plan, stopwatch), plan, decoding))
         if len(in_flight) <= rounds.lag:
             continue
-        read, occupants = in_flight.popleft()
-        report = read()
+        read, plan, occupants = in_flight.popleft()
+        lines = read()
         stopwatch.mark("other")
-        for row, occupant in occupants.items():
-            if running.get(row) is not occupant:
-                continue  # finished in a round that was read meanwhile
-            if hand_out(rows, row, occupant, RoundReport.parse(report[row]), sampler, stop, stopwatch, on_round):
-                outputs[occupant.request.index] = running.pop(row).output
+        # one that finished in a round that was read meanwhile has no part in this one
+        reports = {row: RoundReport.parse(lines[row]) for row, one in occupants.items() if running.get(row) is one}
+        if isinstance(lookahead, Observing) and drafter.max_drafted != 0:
+            lookahead.observe(outcome_of(plan, list(reports.values()), stopwatch))
+        for row, report in reports.items():
+            if hand_out(rows, row, occupants[row], report, sampler, stop, stopwatch, on_round):
+                outputs[occupants[row].request.index] = running.pop(row).output
                 rows.release(row)
     return outputs
+
+
+def outcome_of(plan: Plan, reports: list[RoundReport], stopwatch: Stopwatch) -> RoundOutcome:
+    """What the policy is told of a round."""
+    return RoundOutcome(
+        plan,
+        [report.num_drafted for report in reports],
+        [report.num_accepted for report in reports],
+        [report.num_emitted for report in reports],
+        *phase_seconds(stopwatch),
+    )
+
+
+def phase_seconds(stopwatch: Stopwatch) -> tuple[float, float, float]:
+    """Draft, verify and other time of the last round; one captured whole has no parts: all its time is in `other`."""
+    seconds = stopwatch.seconds
+    return seconds.get("draft", 0.0), seconds.get("verify", 0.0), seconds["other"]
 
 
 def may_come_in(request: Request, rows: Rows, now_s: float) -> bool:
@@ -163,10 +185,7 @@ def hand_out(
     if cut is not None:
         del output.token_ids[cut:]
         num_emitted = cut - num_before
-    seconds = stopwatch.seconds
-    # a round captured whole has no parts: all its time is in `other`
-    times = (seconds.get("draft", 0.0), seconds.get("verify", 0.0), seconds["other"])
-    record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *times)
+    record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *phase_seconds(stopwatch))
     output.rounds.append(record)
     assert running.decode_start_s is not None, "only rows that decode take part in rounds"
     now_s = stopwatch.now()

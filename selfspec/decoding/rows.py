@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import Cache, Pass
+from selfspec.drafters.base import Seen
 from selfspec.sampling.faults import fault_offset
 from selfspec.target import Target
 
@@ -116,6 +117,9 @@ class Rows:
         self.request_B[row].fill_(request)
         self.active_B[row].fill_(True)
         usable = self._kept[row][:-1] if reuse else []  # the last token was pending: committed, never run
+        if (reset := getattr(self.draft_state, "reset", None)) is not None:
+            usable = usable[: max(len(prompt) - 2, 0)]  # what a drafter carries from one token to the next is made anew
+            reset(row, prompt_ids, request)
         self._ends[row] = self._end(len(prompt), max_new_tokens)
         kept = self.cache.place(row, prompt_ids[:-1], self._ends[row], usable)
         if self.cache.between_rows and self.draft_state is not None:
@@ -197,16 +201,34 @@ class Rows:
         """The token ids at `positions(first, width)`, committed or tentative."""
         return self.tokens_BS.gather(1, (self.lengths_B[:, None] + first + self._steps_S[:width]).clamp(min=0))
 
-    def prompt_passes(self, cache: Cache, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Tensor]]:
-        """Tokens [start, end) of one row in chunks of `width`: a pass over `cache`, and the token ids `[1, width]`.
+    def following(self, positions_BT: Tensor) -> Tensor:
+        """The token ids behind each position, committed or tentative; anything where the position is −1."""
+        return self.tokens_BS.gather(1, (positions_BT + 1).clamp(max=self.tokens_BS.shape[1] - 1))
+
+    def seen(self, draft: Draft, verdict: Verdict) -> Seen:
+        """What a round has verified, to be asked before it is committed."""
+        width = draft.tokens_BK.shape[1] + 1
+        positions_BT, token_ids_BT = self.positions(0, width), self.window(0, width)
+        # what follows is only known once it is committed
+        return Seen(
+            slice(None), positions_BT, token_ids_BT, token_ids_BT, verdict.num_accepted_B, self.extent(0, width)
+        )
+
+    def prompt_passes(self, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Seen]]:
+        """Tokens [start, end) of one row in chunks of `width`: a pass over the shared cache, and what it runs.
 
         The last chunk is padded: shapes stay fixed, and what is behind `end` goes to the trash slot.
         """
+        rows = slice(row, row + 1)
         for first in range(start, end, width):
-            positions_T = first + self._steps_S[:width]
-            token_ids_T = self.tokens_BS[row].gather(0, positions_T.clamp(max=self.tokens_BS.shape[1] - 1))
-            positions_1T = torch.where(positions_T < end, positions_T, -1)[None]
-            yield cache.open(positions_1T, min(first + width, end), slice(row, row + 1)), token_ids_T[None]
+            stop = min(first + width, end)
+            positions_1T = (first + self._steps_S[:width])[None]
+            token_ids_1T = self.tokens_BS[rows].gather(1, positions_1T.clamp(max=self.tokens_BS.shape[1] - 1))
+            next_ids_1T = self.tokens_BS[rows].gather(1, (positions_1T + 1).clamp(max=self.tokens_BS.shape[1] - 1))
+            positions_1T = torch.where(positions_1T < end, positions_1T, -1)
+            last_1 = torch.full_like(self.lengths_B[rows], stop - first - 1)
+            seen = Seen(rows, positions_1T, token_ids_1T, next_ids_1T, last_1, stop)
+            yield self.cache.open(positions_1T, stop, rows), seen
 
     def propose(self, step: int, tokens_BN: Tensor) -> None:
         """Write N drafted tokens, the first being that of `step` (0-based), behind the committed ones."""

@@ -27,6 +27,15 @@ class LogitsTransform(Protocol):
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """One drafted token per row, q `[B, V]` where the rule makes it, and the transformed logits."""
+
+    token_B: Tensor
+    q_BV: Tensor | None
+    logits_BV: Tensor
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Transforms, rule and seed of one decode call."""
 
@@ -35,12 +44,12 @@ class Sampler:
     seed: int | Tensor = 0
     guard: GuardedProcessors | None = None  # the caller's processors among the transforms
 
-    def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A drafter's own logits for drafted token `step` -> the token `[B]` (written into the rows) and q `[B, V]`."""
+    def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> Drawn:
+        """A drafter's own logits for drafted token `step` -> the token, also written into the rows."""
         transformed_BV = self.transforms(logits_BV[:, None], self._prefix(rows, step, 1))[:, 0]
         token_B, q_BV = self.rule.draw(transformed_BV, self._noise(rows, step))
         rows.propose(step, token_B[:, None])
-        return token_B, q_BV
+        return Drawn(token_B, q_BV, transformed_BV)
 
     def transform(self, rows: Rows, logits_BTV: Tensor) -> Tensor:
         """The target's raw logits at the pending and the drafted tokens -> the logits of p."""

@@ -10,7 +10,7 @@ import torch
 
 
 class Stopwatch:
-    """`start()`, then `mark(phase)` at the end of each phase; `seconds[phase]` is the last round's time."""
+    """`start()`, then `mark(phase)` at the end of each stretch of a phase; `seconds[phase]` is the last round's sum."""
 
     def __init__(self, device: torch.device, wait: bool = True) -> None:
         self._device, self._wait = device, wait
@@ -35,7 +35,7 @@ class Stopwatch:
 
     def mark(self, phase: str) -> float:
         now = self.now()
-        self.seconds[phase] = now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
         return now
 

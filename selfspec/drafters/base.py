@@ -16,8 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.sampler import Sampler
     from selfspec.sampling import Rule
 
 
@@ -26,10 +26,33 @@ class Draft:
     """What one draft phase proposes. K is the same for all rows; `num_drafted_B` says how many of them count."""
 
     tokens_BK: Tensor  # int64
-    num_drafted_B: Tensor  # int64, <= K
+    num_drafted_B: Tensor  # int64, <= K; K itself may be less than was planned
     q_BKV: Tensor | None = None  # the distribution each token was really drawn from; None: one-hot
     hidden_BTM: Tensor | None = None  # [B, K+1, M] at the input of `first_layer`, pending and drafted tokens
     first_layer: int = 0  # layers [0, first_layer) have run on all K+1 tokens
+
+
+@dataclass
+class Seen:
+    """Tokens that the target has run for good: a chunk of a prompt, or what a round has verified and committed.
+
+    T is fixed per shape of round; `last_B` says how far it counts. Behind it lie rejected drafts, whose slots the next
+    round overwrites.
+    """
+
+    rows: slice  # one row of a prompt, or all
+    positions_BT: Tensor  # int64; −1: padding, or a row that takes no part
+    token_ids_BT: Tensor
+    next_ids_BT: Tensor  # the token after each position, up to the pending one
+    last_B: Tensor  # int64, index into T of the last position that stays, the one before the pending token
+    extent: int  # slots that a pass over these positions may read
+    features_BTF: Tensor | None = None  # hidden states entering the drafter's `feature_layers`, side by side
+
+    def keep(self, state_BX: Tensor, new_BTX: Tensor) -> None:
+        """Write what was computed at the last position that stays into a drafter's state, one entry per row."""
+        at_B11 = self.last_B.view(-1, 1, 1).expand(-1, 1, new_BTX.shape[-1])
+        takes_part_B1 = self.positions_BT[:, :1] >= 0
+        state_BX[self.rows].copy_(torch.where(takes_part_B1, new_BTX.gather(1, at_B11)[:, 0], state_BX[self.rows]))
 
 
 class Drafter(Protocol):
@@ -39,13 +62,27 @@ class Drafter(Protocol):
     max_drafted: int | None  # the longest draft it can make; None: any
 
     def start(self, rows: Rows) -> None:
-        """Allocate what this drafter keeps for these rows (`rows.draft_state`)."""
+        """Allocate what this drafter keeps for these rows (`rows.draft_state`; its `reset(row, prompt_ids,
+        request)`, if there is one, is called when a request comes in).
+        """
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
-        """The target has run tokens [start, end) of `row`; bring the drafter's own state to the same point."""
+    def prefill(self, rows: Rows, seen: Seen) -> None:
+        """The target has run a chunk of a row's prompt; bring the drafter's own state to the same point."""
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        """Up to `num_drafted` tokens per row, also written behind the committed ones with `rows.propose`."""
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        """Tokens drawn with `drafting`, or written behind the committed ones with `rows.propose`."""
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A drafter that reads the target's hidden states: handed to `prefill`, and after each round to `refresh`."""
+
+    feature_layers: tuple[int, ...]  # those entering these layers; L: leaving the last one, before the final norm
+
+    def refresh(self, rows: Rows, seen: Seen) -> None:
+        """A round is committed: replace what the draft made up by what the target has computed. Fixed shapes, no host
+        reads; rows whose positions are −1 keep their state.
+        """
 
 
 @runtime_checkable
@@ -76,15 +113,13 @@ class NoDraft:
     def start(self, rows: Rows) -> None:
         rows.draft_state = None
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
+    def prefill(self, rows: Rows, seen: Seen) -> None:
         pass
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
         nothing = torch.zeros(rows.num_rows, 0, dtype=torch.int64, device=rows.device)
         return Draft(nothing, torch.zeros_like(rows.lengths_B))
 
 
-def stack_q(q: list[Tensor | None]) -> Tensor | None:
-    """Per-step q `[B, V]` -> `[B, K, V]`, or None when the draws were deterministic."""
-    kept = [q_BV for q_BV in q if q_BV is not None]
-    return torch.stack(kept, 1) if kept else None
+def feature_layers_of(drafter: Drafter) -> tuple[int, ...]:
+    return drafter.feature_layers if isinstance(drafter, ReadsFeatures) else ()

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.drafters.base import Draft, stack_q
+from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.draft_vocab import draft_token_ids
 from selfspec.errors import UserError
 from selfspec.target import Target
 
 if TYPE_CHECKING:
+    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.sampler import Sampler
 
 
 @dataclass
@@ -63,26 +63,21 @@ class EarlyExit:
     def start(self, rows: Rows) -> None:
         rows.draft_state = None
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
+    def prefill(self, rows: Rows, seen: Seen) -> None:
         """Nothing to do: the target's prefill has written layers [0, E) already."""
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        q: list[Tensor | None] = []
-        hidden: list[Tensor] = []
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        exit_layer = self.exit_layer if drafting.plan.exit_layer is None else drafting.plan.exit_layer
         head = self._reduced_head or self.target.head
-        for step in range(num_drafted + 1):
-            hidden_B1M = self.target.embed(rows.window(step, 1))
-            hidden.append(self.target.run_layers(hidden_B1M, 0, self.exit_layer, rows.open(step, 1)))
-            if step < num_drafted:  # the last drafted token is run, but nothing is drafted from it
-                _, q_BV = sampler.draw(rows, step, head(hidden[-1])[:, 0])
-                q.append(q_BV)
-        return Draft(
-            tokens_BK=rows.window(1, num_drafted),
-            num_drafted_B=torch.full_like(rows.lengths_B, num_drafted),
-            q_BKV=stack_q(q),
-            hidden_BTM=torch.cat(hidden, 1),
-            first_layer=self.exit_layer,
-        )
+
+        def shallow(step: int) -> Tensor:
+            return self.target.run_layers(self.target.embed(rows.window(step, 1)), 0, exit_layer, rows.open(step, 1))
+
+        hidden = [shallow(0)]
+        for step in drafting:
+            drafting.draw(head(hidden[-1])[:, 0])
+            hidden.append(shallow(step + 1))  # the last drafted token is run, though nothing is drafted from it
+        return drafting.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 
 
 def build(target: Target, options: Options) -> EarlyExit:

@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from selfspec.cache import KVCache
-from selfspec.drafters.base import Draft, stack_q
+from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target
 
 if TYPE_CHECKING:
+    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.sampler import Sampler
-
-PREFILL_CHUNK = 65  # a chunk of the target and the token before it, in one pass
 
 
 @dataclass
@@ -59,20 +56,22 @@ class Independent:
         self.check_capacity(rows.capacity)
         rows.draft_state = self.model.make_cache(rows.num_rows, rows.capacity)
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
-        for pass_, token_ids_1T in rows.prompt_passes(_cache_of(rows), row, max(start - 1, 0), end, PREFILL_CHUNK):
-            self.model.run_layers(self.model.embed(token_ids_1T), 0, self.model.num_layers, pass_)
+    def prefill(self, rows: Rows, seen: Seen) -> None:
+        """A chunk, and the token before it: a row that goes on from an earlier request may not have run that one."""
+        before_B1 = torch.where(seen.positions_BT[:, :1] > 0, seen.positions_BT[:, :1] - 1, -1)
+        token_ids_BT = rows.tokens_BS[seen.rows].gather(1, before_B1.clamp(min=0))
+        pass_ = _cache_of(rows).open(torch.cat([before_B1, seen.positions_BT], 1), seen.extent, seen.rows)
+        hidden_BTM = self.model.embed(torch.cat([token_ids_BT, seen.token_ids_BT], 1))
+        self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        q: list[Tensor | None] = []
-        for step in range(num_drafted):
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        for step in drafting:
             first, width = (-1, 2) if step == 0 else (step, 1)
             pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
             hidden_BTM = self.model.embed(rows.window(first, width))
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            _, q_BV = sampler.draw(rows, step, self.model.head(hidden_BTM[:, -1:])[:, 0])
-            q.append(q_BV)
-        return Draft(rows.window(1, num_drafted), torch.full_like(rows.lengths_B, num_drafted), stack_q(q))
+            drafting.draw(self.model.head(hidden_BTM[:, -1:])[:, 0])
+        return drafting.draft()
 
 
 def _cache_of(rows: Rows) -> KVCache:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from selfspec.drafters.base import Draft
+from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.target import Target
 
 if TYPE_CHECKING:
+    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.sampler import Sampler
 
 
 @dataclass
@@ -45,11 +45,11 @@ class NGram:
     def start(self, rows: Rows) -> None:
         rows.draft_state = None
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
+    def prefill(self, rows: Rows, seen: Seen) -> None:
         pass
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        tokens_BS = rows.tokens_BS
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        tokens_BS, num_drafted = rows.tokens_BS, drafting.plan.num_drafted
         slots_S = torch.arange(tokens_BS.shape[1], device=rows.device)
         last_B1 = rows.lengths_B[:, None]  # index of the pending token
         follows_BS = (slots_S >= 1) & (slots_S <= last_B1)  # slot s: the match ends at s−1, so s may be drafted

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from selfspec.drafters.base import Draft
+from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.sampling import Rule
 from selfspec.sampling.noise import uniforms
 from selfspec.target import Target
 
 if TYPE_CHECKING:
+    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.sampler import Sampler
 
 STREAM_SYNTHETIC = 255  # of the noise; used by nothing else
 KNOWN_OUTPUT = ("greedy", "coupled")  # rules whose output is the autoregressive one, token for token
@@ -45,10 +45,22 @@ class Options:
 
 @dataclass
 class Told:
-    """Per row: the prompt and the target's own output `[B, S]`, and its length."""
+    """Per row: the prompt and the target's own output `[B, S]`, and its length. `sequences`: those of all requests."""
 
     tokens_BS: Tensor
     ends_B: Tensor
+    sequences: list[list[int]]
+
+    def reset(self, row: int, prompt_ids: Sequence[int], request: int) -> None:
+        """Look up the request that comes in; one small copy to the device per prompt."""
+        known = self.sequences[request] if request < len(self.sequences) else []
+        if known[: len(prompt_ids)] != list(prompt_ids):
+            raise UserError(
+                "The synthetic drafter was not told the target's own tokens for this prompt. Run it through "
+                "selfspec.decode or a Decoder, which find them first."
+            )
+        self.tokens_BS[row, : len(known)].copy_(torch.tensor(known, dtype=torch.int64))
+        self.ends_B[row].fill_(len(known))
 
 
 class Synthetic:
@@ -81,33 +93,22 @@ class Synthetic:
 
     def learn(self, sequences: Sequence[list[int]]) -> None:
         """Prompt and autoregressive output of every request of a call, in order."""
-        self.sequences = list(sequences)
+        self.sequences[:] = sequences  # in place: the rows hold it
 
     def start(self, rows: Rows) -> None:
-        rows.draft_state = Told(torch.zeros_like(rows.tokens_BS), torch.zeros_like(rows.lengths_B))
+        rows.draft_state = Told(torch.zeros_like(rows.tokens_BS), torch.zeros_like(rows.lengths_B), self.sequences)
 
-    def prefill(self, rows: Rows, row: int, start: int, end: int) -> None:
-        """Look up the row's request; one small copy to the device per prompt."""
-        told = _told(rows)
-        prompt = rows.tokens_BS[row, : int(rows.prompt_lens_B[row])].tolist()
-        request = int(rows.request_B[row])
-        known = self.sequences[request] if request < len(self.sequences) else []
-        if known[: len(prompt)] != prompt:
-            raise UserError(
-                "The synthetic drafter was not told the target's own tokens for this prompt. Run it through "
-                "selfspec.decode or a Decoder, which find them first."
-            )
-        told.tokens_BS[row, : len(known)] = torch.tensor(known, dtype=torch.int64)
-        told.ends_B[row] = len(known)
+    def prefill(self, rows: Rows, seen: Seen) -> None:
+        pass
 
-    def propose(self, rows: Rows, num_drafted: int, sampler: Sampler) -> Draft:
-        told = _told(rows)
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        told, num_drafted = _told(rows), drafting.plan.num_drafted
         last = told.tokens_BS.shape[1] - 1
         positions_BK = rows.lengths_B[:, None] + 1 + torch.arange(num_drafted, device=rows.device)
         right_BK = told.tokens_BS.gather(1, positions_BK.clamp(max=last))
         wrong_BK = (right_BK + 1) % self.target.vocab_size
         requests_N = rows.request_B[:, None].expand_as(positions_BK).reshape(-1)
-        coins_N1 = uniforms(sampler.seed, requests_N, positions_BK.reshape(-1), STREAM_SYNTHETIC, 1)
+        coins_N1 = uniforms(drafting.seed, requests_N, positions_BK.reshape(-1), STREAM_SYNTHETIC, 1)
         drafted_BK = torch.where(coins_N1.view_as(right_BK) < self.accept_rate, right_BK, wrong_BK)
         rows.propose(0, drafted_BK)
         num_known_B = (told.ends_B - 1 - rows.lengths_B).clamp(min=0, max=num_drafted)

@@ -3,26 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from selfspec.config import allowed, conf_names, load_conf
 from selfspec.errors import UserError
 from selfspec.lookahead.fixed import Fixed
+from selfspec.lookahead.plan import Plan, RoundOutcome, draft_probabilities
 
-__all__ = ["POLICIES", "Fixed", "Lookahead", "build_lookahead"]
+__all__ = [
+    "POLICIES",
+    "Fixed",
+    "Lookahead",
+    "Observing",
+    "Plan",
+    "RoundOutcome",
+    "Stopping",
+    "build_lookahead",
+    "draft_probabilities",
+]
 
 POLICIES: dict[str, type] = {"fixed": Fixed}
 
 
 class Lookahead(Protocol):
-    """Decides the number of drafted tokens before each round."""
+    """Decides before each round how much to draft. It may know what earlier rounds brought and what they cost, and
+    nothing of the coins that accept: then any choice leaves the output's distribution as it is.
+    """
 
     @property
     def max_drafted(self) -> int:
         """The most it will ever ask for: the cache and the shapes are sized by it."""
 
-    def choose(self) -> int:
-        """K for the next round, at most `max_drafted`."""
+    def choose(self) -> Plan:
+        """The next round: at most `max_drafted` tokens, 0 for none."""
+
+
+@runtime_checkable
+class Observing(Protocol):
+    """A policy that learns from what rounds brought."""
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Called once per round, in order."""
+
+
+@runtime_checkable
+class Stopping(Protocol):
+    """A policy that ends a row's draft while it is being made. Drafts made so far are verified in any case."""
+
+    def start(self, num_rows: int, device: torch.device) -> None:
+        """Decoding begins on these rows: make what `goes_on` reads. Its addresses must stay."""
+
+    def goes_on(self, logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, step: int) -> Tensor:
+        """bool [B]: whether to draft another token after `token_B`, the one of `step`, drawn from these. On the device,
+        without reading the host. logits: the draft's, transformed; q: None where it was not made.
+        """
 
 
 def build_lookahead(given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:

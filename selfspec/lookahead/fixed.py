@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from selfspec.errors import UserError
+from selfspec.lookahead.plan import Plan
 
 
 @dataclass
@@ -23,5 +24,5 @@ class Fixed:
     def max_drafted(self) -> int:
         return self.num_drafted
 
-    def choose(self) -> int:
-        return self.num_drafted
+    def choose(self) -> Plan:
+        return Plan(self.num_drafted)

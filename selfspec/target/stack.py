@@ -155,24 +155,49 @@ class Target:
             hidden_BTM = output[0] if isinstance(output, tuple) else output
         return hidden_BTM
 
+    def run_tapped(
+        self, hidden_BTM: Tensor, first: int, last: int, pass_: Pass, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`run_layers`, and on the way the hidden states entering the layers `taps`, `[B, T, len(taps) * M]` in their
+        order; the tap `last` is what leaves. None without taps.
+        """
+        found, at = {}, first
+        for tap in sorted(set(taps)):
+            assert at <= tap <= last, f"layers [{first}, {last}) do not pass the input of layer {tap}"
+            hidden_BTM, at = self.run_layers(hidden_BTM, at, tap, pass_), tap
+            found[tap] = hidden_BTM
+        hidden_BTM = self.run_layers(hidden_BTM, at, last, pass_)
+        return hidden_BTM, torch.cat([found[tap] for tap in taps], -1) if found else None
+
+    def norm(self, hidden_BTM: Tensor) -> Tensor:
+        """The final norm."""
+        return self._norm(hidden_BTM)
+
+    def unembed(self, normed_BTM: Tensor) -> Tensor:
+        """The LM head without the norm, `[B, T, V]` in the model's dtype, scaled or soft-capped as the model does."""
+        return self.family.finish_logits(self._head(normed_BTM), self.config)
+
     def head(self, hidden_BTM: Tensor) -> Tensor:
-        """Final norm and LM head, `[B, T, V]` in the model's dtype, scaled or soft-capped as the model does it."""
-        return self.family.finish_logits(self._head(self._norm(hidden_BTM)), self.config)
+        """Final norm and LM head, `[B, T, V]`."""
+        return self.unembed(self.norm(hidden_BTM))
 
     def reduced_head(self, token_ids_N: Tensor) -> Callable[[Tensor], Tensor]:
-        """Final norm and the head of these tokens only: logits `[B, T, V]`, −inf for all others.
+        """Final norm and the head of these tokens only: see `reduced_unembed`."""
+        unembed = self.reduced_unembed(token_ids_N)
+        return lambda hidden_BTM: unembed(self.norm(hidden_BTM))
+
+    def reduced_unembed(self, token_ids_N: Tensor) -> Callable[[Tensor], Tensor]:
+        """The LM head of these tokens only: logits `[B, T, V]`, −inf for all others.
 
         For drafts: q then has smaller support, which costs acceptance and never exactness.
         """
         bias = getattr(self.head_module, "bias", None)
         linear = PackedLinear(self.head_weight_VM[token_ids_N], None if bias is None else bias[token_ids_N])
 
-        def head(hidden_BTM: Tensor) -> Tensor:
-            logits_BTN = self.family.finish_logits(linear(self._norm(hidden_BTM)), self.config)
-            logits_BTV = logits_BTN.new_full((*logits_BTN.shape[:-1], self.vocab_size), -torch.inf)
-            return logits_BTV.index_copy_(-1, token_ids_N, logits_BTN)
+        def unembed(normed_BTM: Tensor) -> Tensor:
+            return spread(self.family.finish_logits(linear(normed_BTM), self.config), token_ids_N, self.vocab_size)
 
-        return head
+        return unembed
 
     def hf_generate(
         self,
@@ -214,6 +239,12 @@ class Target:
             cos_1SD, sin_1SD = self._rotary(hidden, reach[None], *arguments)
             table = self._rotary_tables[kind] = (cos_1SD[0], sin_1SD[0])
         return table
+
+
+def spread(logits_BTN: Tensor, token_ids_N: Tensor, vocab_size: int) -> Tensor:
+    """Logits of some tokens -> logits `[B, T, V]`, −inf for all others."""
+    logits_BTV = logits_BTN.new_full((*logits_BTN.shape[:-1], vocab_size), -torch.inf)
+    return logits_BTV.index_copy_(-1, token_ids_N, logits_BTN)
 
 
 def _part(view: nn.Module, path: str) -> Any:

@@ -248,10 +248,11 @@ class Lies:
     def start(self, rows):
         rows.draft_state = None
 
-    def prefill(self, rows, row, start, end):
+    def prefill(self, rows, seen):
         pass
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
+        num_drafted = drafting.plan.num_drafted
         tokens = torch.full((rows.num_rows, num_drafted), 4)
         rows.propose(0, tokens)
         q_BKV = self.q.expand(rows.num_rows, num_drafted, VOCAB).contiguous()

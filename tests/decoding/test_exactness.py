@@ -37,10 +37,11 @@ class AlwaysWrong:
     def start(self, rows):
         pass
 
-    def prefill(self, rows, row, start, end):
+    def prefill(self, rows, seen):
         pass
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
+        num_drafted = drafting.plan.num_drafted
         tokens = torch.zeros(rows.num_rows, num_drafted, dtype=torch.int64)
         rows.propose(0, tokens)
         return Draft(tokens, torch.full_like(rows.lengths_B, num_drafted))

@@ -13,11 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec import Sampling, UserError, build_drafter, decode, wrap_target
 from selfspec.decoding import graphs, loop
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round, prefill
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import NoDraft
+from selfspec.lookahead import Plan
 from selfspec.sampling import build_rule, build_transforms
 from tiny_models import prompt_ids, tiny_llama
 
@@ -101,12 +103,13 @@ def test_a_round_reads_nothing_on_the_host_and_repeats_the_same_shapes_at_the_sa
     rows, stopwatch = placed(drafter), Stopwatch(TARGET.device)
     num_drafted = 0 if drafter.max_drafted == 0 else 3
     stopwatch.start()
-    decode_round(TARGET, drafter, rows, num_drafted, sampler, stopwatch)  # makes what is made once
+    once = Drafting(rows, Plan(num_drafted), sampler)
+    decode_round(TARGET, drafter, rows, once, sampler, stopwatch)  # makes what is made once
     recorded, addresses = [], []
     reads.clear()
     for _ in range(2):
         with Recorder() as recorder:
-            decode_round(TARGET, drafter, rows, num_drafted, sampler, stopwatch)
+            decode_round(TARGET, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
         recorded.append(recorder)
         kept = (rows.tokens_BS, rows.lengths_B, rows.active_B, rows.limits_B, rows.eos_E, rows.cache.storage)
         addresses.append([tensor.data_ptr() for tensor in kept])
@@ -141,8 +144,9 @@ class LateRounds(graphs.EagerRounds):
 
     lag: int = 1
 
-    def __call__(self, num_drafted, stopwatch):
-        report = decode_round(self.rows.target, self.drafter, self.rows, num_drafted, self.sampler, stopwatch).clone()
+    def __call__(self, plan, stopwatch):
+        drafting = Drafting(self.rows, plan, self.sampler)
+        report = decode_round(self.rows.target, self.drafter, self.rows, drafting, self.sampler, stopwatch).clone()
         return report.tolist
 
 
@@ -178,11 +182,11 @@ def test_a_round_of_idle_rows_changes_nothing_that_counts(drafter):
     for interrupted in (False, True):
         rows = placed(drafter)
         for _ in range(6):
-            decode_round(TARGET, drafter, rows, num_drafted, sampler, stopwatch)
+            decode_round(TARGET, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
             if interrupted:
                 before = rows.lengths_B.clone()
                 with pytest.raises(RuntimeError), rows.idle(192):
-                    decode_round(TARGET, drafter, rows, num_drafted, sampler, stopwatch)
+                    decode_round(TARGET, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
                     raise RuntimeError("capture failed")
                 assert torch.equal(before, rows.lengths_B) and rows.active_B.all()
         tokens.append([rows.tokens_BS[row, : int(rows.lengths_B[row]) + 1].tolist() for row in range(2)])

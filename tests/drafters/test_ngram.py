@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from selfspec import UserError, build_drafter, wrap_target
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.rows import Rows
+from selfspec.lookahead import Plan
 from tiny_models import tiny_llama
 
 TARGET = wrap_target(tiny_llama())
@@ -35,7 +37,7 @@ def test_drafts_are_those_of_the_definition(num_drafted, max_match, min_match):
         rows = Rows(TARGET, 3, 64)
         for row, tokens in enumerate(contents):
             rows.place(row, tokens, 8, row)
-        draft = drafter.propose(rows, num_drafted, None)
+        draft = drafter.propose(rows, Drafting(rows, Plan(num_drafted), None))
         for row, tokens in enumerate(contents):
             count = int(draft.num_drafted_B[row])
             expected = reference(tokens, num_drafted, max_match, min_match)
@@ -47,7 +49,7 @@ def test_drafts_are_those_of_the_definition(num_drafted, max_match, min_match):
 def test_idle_rows_draft_nothing():
     rows = Rows(TARGET, 2, 64)
     rows.place(0, [5, 6, 5, 6, 5], 8, 0)
-    draft = build_drafter("ngram", TARGET).propose(rows, 3, None)
+    draft = build_drafter("ngram", TARGET).propose(rows, Drafting(rows, Plan(3), None))
     assert draft.num_drafted_B.tolist() == [2, 0]  # 5 6 5 matches at 0, and 6 5 follow it
 
 
@@ -61,4 +63,4 @@ def test_the_buffer_behind_the_committed_tokens_is_never_copied_from():
     rows = Rows(TARGET, 1, 64)
     rows.place(0, [5, 6, 7], 8, 0)
     rows.tokens_BS[0, 3:] = torch.tensor([7, 7, 7] + [0] * (rows.tokens_BS.shape[1] - 6))
-    assert build_drafter("ngram", TARGET).propose(rows, 3, None).num_drafted_B.tolist() == [0]
+    assert build_drafter("ngram", TARGET).propose(rows, Drafting(rows, Plan(3), None)).num_drafted_B.tolist() == [0]

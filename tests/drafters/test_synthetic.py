@@ -161,11 +161,10 @@ def test_a_prompt_it_was_not_told_about_is_refused():
     drafter = synthetic(0.5)
     rows = Rows(target(), 1, 64)
     drafter.start(rows)
-    rows.place(0, [5, 6, 7], 10, request=0)
     with pytest.raises(UserError, match="was not told .* Run it through selfspec.decode or a Decoder"):
-        drafter.prefill(rows, 0, 0, 2)
+        rows.place(0, [5, 6, 7], 10, request=0)
     drafter.learn([[5, 6, 7, 8, 9]])
-    drafter.prefill(rows, 0, 0, 2)
+    rows.place(0, [5, 6, 7], 10, request=0)
     assert torch.equal(rows.draft_state.tokens_BS[0, :6], torch.tensor([5, 6, 7, 8, 9, 0]))
 
 

@@ -108,9 +108,9 @@ class ReadsTheHost:
         self.drafter = drafter
         self.start, self.prefill = drafter.start, drafter.prefill
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
         assert int(rows.lengths_B.max()) >= 0
-        return self.drafter.propose(rows, num_drafted, sampler)
+        return self.drafter.propose(rows, drafting)
 
 
 class RaisesAt:
@@ -123,9 +123,9 @@ class RaisesAt:
         self.drafter, self.call, self.calls = drafter, call, 0
         self.start, self.prefill = drafter.start, drafter.prefill
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
         self.calls += 1
-        draft = self.drafter.propose(rows, num_drafted, sampler)
+        draft = self.drafter.propose(rows, drafting)
         if self.calls == self.call:
             raise ZeroDivisionError(f"call {self.call}")
         return draft

@@ -75,10 +75,10 @@ class BreaksTheCapture:
         self.drafter, self.broken = drafter, True
         self.start, self.prefill = drafter.start, drafter.prefill
 
-    def propose(self, rows, num_drafted, sampler):
+    def propose(self, rows, drafting):
         if self.broken and torch.cuda.is_current_stream_capturing():
             rows.lengths_B.tolist()
-        return self.drafter.propose(rows, num_drafted, sampler)
+        return self.drafter.propose(rows, drafting)
 
 
 def test_a_capture_that_cuda_breaks_off_leaves_the_engine_usable(target, drafters):

@@ -21,8 +21,10 @@ from cases import (
 
 from selfspec import Decoder, Sampling
 from selfspec.decoding import graphs
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round
 from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.lookahead import Plan
 from tiny_models import prompt_ids
 
 pytestmark = pytest.mark.gpu
@@ -93,9 +95,9 @@ def test_no_round_waits_for_the_device(target, drafters, drafter, rule, no_waiti
     rows, stopwatch = placed(target, drafter), Stopwatch(target.device, wait=False)
     num_drafted = 0 if drafter.max_drafted == 0 else 3
     stopwatch.start()
-    decode_round(target, drafter, rows, num_drafted, sampler, stopwatch)
+    decode_round(target, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
     with no_waiting():
-        decode_round(target, drafter, rows, num_drafted, sampler, stopwatch)
+        decode_round(target, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
 
 
 def test_the_check_notices_waiting(no_waiting):

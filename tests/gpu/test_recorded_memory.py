@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from selfspec import Decoder, Sampling
 from selfspec.decoding import graphs
 from selfspec.decoding.capture import NotCapturable, tensors_in
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round
 from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.lookahead import Plan
 
 TARGET = target_on("cpu")
 ALL = drafters_for(TARGET)
@@ -56,7 +58,7 @@ def test_a_graph_holds_the_memory_it_reads_and_nothing_else_is_left_of_a_round(d
     rounds = graphs.GraphedRounds(ALL[drafter], rows, sampler_of(rule, TARGET), whole=True, recorder=recorder)
     num_drafted = 0 if drafter == "none" else 3
     kept = addresses(rows)
-    rounds(num_drafted, Stopwatch(TARGET.device))()
+    rounds(Plan(num_drafted), Stopwatch(TARGET.device))()
     (recording,) = recorder.recordings
     held = {storage.data_ptr() for storage in recording.inputs}
     assert recording.graphs[0].external() <= held
@@ -64,7 +66,8 @@ def test_a_graph_holds_the_memory_it_reads_and_nothing_else_is_left_of_a_round(d
 
     (_, extent), *_ = rounds._captured
     with rows.reading(extent), Made() as made:
-        report = decode_round(TARGET, ALL[drafter], rows, num_drafted, rounds.sampler, Stopwatch(TARGET.device))
+        drafting = Drafting(rows, Plan(num_drafted), rounds.sampler)
+        report = decode_round(TARGET, ALL[drafter], rows, drafting, rounds.sampler, Stopwatch(TARGET.device))
     del report
     gc.collect()
     assert not made.alive()

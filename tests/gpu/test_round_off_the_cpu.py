@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec import Sampling, wrap_target
 from selfspec.decoding.capture import tensors_in
+from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round, prefill
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.lookahead import Plan
 from selfspec.sampling import build_rule, build_transforms
 from selfspec.target import stack
 from tiny_models import prompt_ids, tiny_llama
@@ -69,9 +71,10 @@ def test_a_round_stays_on_its_device_and_reads_no_number(drafter, rule, on_meta)
     num_drafted = 0 if drafter.max_drafted == 0 else 3
     rows, stopwatch = placed(target, drafter), Stopwatch(META)
     stopwatch.start()
-    decode_round(target, drafter, rows, num_drafted, sampler, stopwatch)  # makes what is made once
+    once = Drafting(rows, Plan(num_drafted), sampler)
+    decode_round(target, drafter, rows, once, sampler, stopwatch)  # makes what is made once
     with OnlyThere():
-        report = decode_round(target, drafter, rows, num_drafted, sampler, stopwatch)
+        report = decode_round(target, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
     assert report.shape == (2, 7 + num_drafted + num_drafted + 1)
 
 

@@ -1,0 +1,38 @@
+"""What a lookahead policy decides about one round, before it is drafted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One round, the same for all rows. Hashable: a captured round is keyed by it."""
+
+    num_drafted: int  # K, the most that is drafted; a policy with `goes_on` may end a row's draft before
+    exit_layer: int | None = None  # for drafters that exit; None: their own
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round brought, told to the policy once the host has read it (on CUDA a round late)."""
+
+    plan: Plan
+    num_drafted: list[int]  # per decoding row
+    num_accepted: list[int]
+    num_emitted: list[int]
+    draft_s: float  # 0 where a round is one graph: then all time is in other_s
+    verify_s: float
+    other_s: float
+
+    @property
+    def round_s(self) -> float:
+        return self.draft_s + self.verify_s + self.other_s
+
+
+def draft_probabilities(logits_BV: Tensor, q_BV: Tensor | None) -> Tensor:
+    """`[B, V]`: q, or softmax of the draft's transformed logits where drafts are drawn without making q."""
+    return torch.softmax(logits_BV, -1, dtype=torch.float32) if q_BV is None else q_BV
