@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from selfspec.decoding import Decoder, Output, RoundEvent, decode
-    from selfspec.drafters import build_drafter
+    from selfspec.drafters import build_drafter, load_drafter
     from selfspec.errors import UserError
     from selfspec.hf import hf_generate
     from selfspec.sampling import Sampling
@@ -28,6 +28,7 @@ __all__ = [
     "build_drafter",
     "decode",
     "hf_generate",
+    "load_drafter",
     "load_target",
     "wrap_target",
 ]
@@ -39,6 +40,7 @@ _HOMES = {
     "RoundEvent": "selfspec.decoding",
     "decode": "selfspec.decoding",
     "build_drafter": "selfspec.drafters",
+    "load_drafter": "selfspec.drafters",
     "UserError": "selfspec.errors",
     "hf_generate": "selfspec.hf",
     "Sampling": "selfspec.sampling",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,6 +23,7 @@ DRAFTERS = {
     "ngram": "selfspec.drafters.ngram",
     "synthetic": "selfspec.drafters.synthetic",
 }
+TRAINED: tuple[str, ...] = ()  # kinds whose Options have `checkpoint`: a folder with a draft of that kind
 NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
 
 
@@ -48,6 +51,27 @@ def build_drafter(name: str | Mapping[str, Any], target: Target, **overrides: An
         raise UserError(f"No drafter of kind {kind!r}. {allowed(str(kind), ['none', *DRAFTERS])}")
     module = importlib.import_module(DRAFTERS[kind])
     return module.build(target, _typed_options(kind, module.Options, options))
+
+
+def load_drafter(path: str | Path, target: Target) -> Drafter:
+    """A trained draft: a folder made by experiments/train.py (or imported into that form), for the target it was
+    trained for.
+
+    Raises UserError: no such folder, no draft in it, a draft of another target, missing or unknown weights.
+    """
+    folder = Path(path).expanduser()
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{folder} is not a trained draft: {error}. A draft is a folder with config.json and model.safetensors."
+        ) from error
+    if "model_type" in config and "kind" not in config:  # a plain transformers model
+        return build_drafter({"kind": "independent", "model": str(folder)}, target)
+    kind = config.get("kind")
+    if kind not in TRAINED:
+        raise UserError(f"{folder}/config.json is of kind {kind!r}. {allowed(str(kind), TRAINED)}")
+    return build_drafter({"kind": kind, "checkpoint": str(folder)}, target)
 
 
 def _typed_options(kind: str, schema: type, given: dict[str, Any]) -> Any:

@@ -126,6 +126,7 @@ def fuse(target: Target, reload: Callable[[], Any] | None = None) -> bool:
         return False
     if not packing_available(target.dtype, target.device):
         return False
+    _ = target.fingerprint  # while its weights are there
     shape = target.layer_shapes[0]
     num_heads = target.queries_per_group * shape.num_kv_heads
     fused = []

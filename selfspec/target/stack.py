@@ -27,6 +27,7 @@ from selfspec.sampling import Sampling
 from selfspec.target.attention import IMPLEMENTATION
 from selfspec.target.families import family_of, length_dependent, max_positions
 from selfspec.target.hf_baseline import HFOutput, hf_generate
+from selfspec.target.identity import fingerprint
 from selfspec.target.packed import PackedLinear
 from selfspec.target.views import module_view
 from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
@@ -107,6 +108,11 @@ class Target:
         if self.head_module.weight.numel() == 0:
             return self.hf_model.get_output_embeddings().weight
         return self.head_module.weight
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names these weights: what drafts and training text made for this target are checked against."""
+        return fingerprint(self.hf_model, self.vocab_size, self.num_layers, self.width)
 
     @property
     def tied(self) -> bool:
