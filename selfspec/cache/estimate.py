@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from selfspec.cache.storage import Contiguous, Paged, Storage, slots_for
+from selfspec.cache.storage import Contiguous, Paged, Storage, prefill_tokens, slots_for
 from selfspec.config import SamplingConfig, TargetConfig, allowed
 from selfspec.errors import UserError
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 KNOWN_LAYERS = ("llama", "mistral", "qwen2", "qwen3")  # of which the number of weights follows from the config
-PREFILL_TOKENS = 64  # run at once for a prompt
 ARGMAX_BLOCK, ARGMAX_SMALL = 256, 4096  # on the CPU, larger vocabularies are padded to whole blocks for an argmax
 NOISE_PIECE = 1 << 16  # numbers of Gumbel noise made at once on the CPU
 
@@ -101,7 +100,7 @@ def working_bytes(model: ModelShape, call: Call) -> int:
     unit = 4 * call.num_rows * model.vocab_size  # float32 [B, V]
     held = unit * call.num_drafted if call.draws_q else 0
     verify = _layer_bytes(model, call, call.num_rows, call.num_drafted + 1) + held
-    prompt = _layer_bytes(model, call, 1, PREFILL_TOKENS)
+    prompt = _layer_bytes(model, call, 1, min(prefill_tokens(call.on_cpu), slots_for(max(call.needs))))
     judge = unit * vocabulary_buffers(call, model.vocab_size, model.itemsize)
     return int(max(verify, prompt, judge))
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 EXTENT_STEP = 64  # attention reads the valid slots rounded up to this: few shapes, little waste
+PREFILL_TOKENS = 512  # of a prompt, run at once: a GPU needs hundreds of tokens to be busy
+PREFILL_TOKENS_CPU = 64  # never more and never fewer, so that a CPU keeps its kernels
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class LayerShape:
 def kv_bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes that one token occupies over all layers: 2 (keys, values) * Σ G*D * itemsize."""
     return 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * dtype.itemsize
+
+
+def prefill_tokens(on_cpu: bool) -> int:
+    """Tokens of a prompt that are run at once."""
+    return PREFILL_TOKENS_CPU if on_cpu else PREFILL_TOKENS
 
 
 def slots_for(capacity: int) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from selfspec.decoding.graphs import Read, choose_rounds
 from selfspec.decoding.requests import Output, Request
-from selfspec.decoding.round import PREFILL_CHUNK, prefill
+from selfspec.decoding.round import prefill
 from selfspec.decoding.rows import HIT_EOS, HIT_LENGTH, RUNNING, RoundReport, Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import Stop
@@ -148,7 +148,7 @@ def admit(
 def run_prompt(drafter: Drafter, rows: Rows, row: int, running: Running, stopwatch: Stopwatch, one_chunk: bool) -> None:
     """The next chunk of a row's prompt, or all that is left of it; after the last one the row decodes."""
     end = len(running.request.prompt_ids) - 1
-    stop = min(running.num_run + PREFILL_CHUNK, end) if one_chunk else end
+    stop = min(running.num_run + rows.prefill_width, end) if one_chunk else end
     prefill(rows.target, drafter, rows, row, running.num_run, stop)
     running.num_run = stop
     if stop == end:

@@ -11,8 +11,8 @@ import itertools
 import pytest
 
 from selfspec import Decoder, Sampling, UserError, build_drafter, decode, wrap_target
+from selfspec.cache.storage import prefill_tokens
 from selfspec.decoding import loop
-from selfspec.decoding.round import PREFILL_CHUNK
 from tiny_models import prompt_ids, tiny_llama
 
 DRAFTERS = ("none", "early_exit", "independent", "ngram")
@@ -121,12 +121,12 @@ class Diary:
             self.entries.append(("chunk", row, end - start))
             prefill(target, drafter, rows, row, start, end)
 
-        def noted_rounds(drafter, rows, sampler, mode):
-            rounds = choose_rounds(drafter, rows, sampler, mode)
+        def noted_rounds(drafter, rows, sampler, mode, stopping):
+            rounds = choose_rounds(drafter, rows, sampler, mode, stopping)
 
-            def one_round(num_drafted, stopwatch):
+            def one_round(plan, stopwatch):
                 self.entries.append(("round", rows.active_B.nonzero()[:, 0].tolist()))
-                return rounds(num_drafted, stopwatch)
+                return rounds(plan, stopwatch)
 
             one_round.lag = rounds.lag
             return one_round
@@ -151,7 +151,7 @@ def test_between_two_rounds_each_row_runs_at_most_one_chunk_of_its_prompt(monkey
     first, *later = diary.between_rounds()
     assert first[0] == (0, LENGTHS[0] - 1), "nobody decodes yet: the first prompt is run at once"
     for chunks in [first[1:], *later]:
-        assert all(count <= PREFILL_CHUNK for _, count in chunks)
+        assert all(count <= prefill_tokens(on_cpu=True) for _, count in chunks)
         assert len({row for row, _ in chunks}) == len(chunks)
     assert sum(count for _, count in itertools.chain(first, *later)) == sum(LENGTHS) - len(LENGTHS)
 
