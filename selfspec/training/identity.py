@@ -1,5 +1,20 @@
-"""What a draft and its data belong to: see `selfspec.target.identity`."""
+"""What a draft and its data belong to: the target's fingerprint and the hash of its chat template."""
 
-from selfspec.target.identity import fingerprint, target_identity
+from __future__ import annotations
 
-__all__ = ["fingerprint", "target_identity"]
+import hashlib
+from typing import Any
+
+from selfspec.target import Target
+
+
+def target_identity(target: Target, template_text: str = "") -> dict[str, Any]:
+    """Name, shape and fingerprint of a target; milliseconds."""
+    return {
+        "name": target.name,
+        "vocab_size": target.vocab_size,
+        "num_layers": target.num_layers,
+        "width": target.width,
+        "fingerprint": target.fingerprint,
+        "template": hashlib.sha256(template_text.encode()).hexdigest()[:16],
+    }
