@@ -101,22 +101,23 @@ class Batches:
         if not any(sample.answer_len > 0 and sample.prompt_len > 0 for sample in samples):
             raise UserError("No sample has an answer after a prompt: every label would be masked, nothing to learn.")
         self._epochs: dict[int, list[list[int]]] = {}
-        self._epoch_of_step: list[tuple[int, int]] = []  # (epoch, first row) of each step seen so far
+        self._places: list[tuple[int, int]] = []  # of the steps seen so far
 
     def at(self, step: int) -> Batch:
         """The batch of training step `step`; epochs follow each other, each in its own order."""
-        while len(self._epoch_of_step) <= step:
-            epoch, row = self._epoch_of_step[-1] if self._epoch_of_step else (0, -self.batch_rows)
-            row += self.batch_rows
-            if row >= len(self._rows(epoch)):
-                epoch, row = epoch + 1, 0
-            self._epoch_of_step.append((epoch, row))
-        epoch, row = self._epoch_of_step[step]
+        epoch, row = self._place(step)
         return self._collate(self._rows(epoch)[row : row + self.batch_rows])
 
     def epoch(self, step: int) -> int:
-        self.at(step)
-        return self._epoch_of_step[step][0]
+        return self._place(step)[0]
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Epoch, and the first of its rows in this step."""
+        while len(self._places) <= step:
+            epoch, row = self._places[-1] if self._places else (0, -self.batch_rows)
+            row += self.batch_rows
+            self._places.append((epoch, row) if row < len(self._rows(epoch)) else (epoch + 1, 0))
+        return self._places[step]
 
     def once(self) -> Iterator[Batch]:
         rows = pack(self.lengths, range(len(self.samples)), self.row_tokens)

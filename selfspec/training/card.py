@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ def write_card(
     manifest: dict[str, Any],
     summary: dict[str, Any],
     command: str,
+    notes: Sequence[str] = (),
 ) -> None:
-    """README.md for people, training.json for programs (the tokenizer is the target's, named there by its template)."""
+    """README.md for people (`notes` at its end), training.json for programs (the tokenizer is the target's, named there by its template)."""
     totals = manifest["totals"]
     log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -31,7 +33,7 @@ def write_card(
         **what,
         "command": command,
         "parameters": parameters,
-        "bytes": (folder / "model.safetensors").stat().st_size,
+        "bytes": sum(path.stat().st_size for path in folder.glob("*model*.safetensors")),
         "train_samples": totals["train_samples"],
         "train_answer_tokens": totals["train_answer_tokens"],
         "epochs": max((record["epoch"] for record in log if "epoch" in record), default=0) + 1,
@@ -40,12 +42,11 @@ def write_card(
     }
     text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     write_atomically(folder / SUMMARY, lambda partial: partial.write_text(text))
-    write_atomically(folder / "README.md", lambda partial: partial.write_text(_readme(facts, log)))
+    write_atomically(folder / "README.md", lambda partial: partial.write_text(_readme(facts, log, notes)))
 
 
-def _readme(facts: dict[str, Any], log: list[dict[str, Any]]) -> str:
+def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[str]) -> str:
     held_out, target = facts["held_out"], facts["target"]
-    by_position = " / ".join("–" if a is None else f"{a:.3f}" for a in held_out["greedy_acceptance_by_position"])
     curve = [record for record in log if "held_out_alpha" in record]
     measures = ("alpha", "greedy_agreement", "greedy_tau")
     rows = [" | ".join([f"| {r['step']}", *(f"{r[f'held_out_{m}']:.3f}" for m in measures), ""]).strip() for r in curve]
@@ -63,7 +64,8 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]]) -> str:
             "",
             f"Data: {facts['train_samples']:,} chats, {facts['train_answer_tokens']:,} answer tokens, prompts and "
             f"answers written by the target (manifest sha256 `{facts['data_manifest_sha256']}`); "
-            f"{facts['epochs']} epochs, {facts['train']['steps']} steps.",
+            f"{facts['epochs']} epochs, {log[-1]['step']} steps; these are the weights of step "
+            f"{held_out['kept_step']}.",
             "",
             f"Held out, {held_out['answer_tokens']:,} answer tokens on prompts that training never saw:",
             "",
@@ -71,15 +73,24 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]]) -> str:
             "|---|---|",
             f"| α at T=1, over the {facts['train']['num_kept']} likeliest target tokens (a lower bound) "
             f"| {held_out['alpha']:.3f} |",
+            f"| the same by draft position | {_by_position(held_out['alpha_by_position'])} |",
+            f"| τ at T=1, from these (positions taken as independent) | {held_out['sampled_tau']:.3f} |",
             f"| greedy agreement | {held_out['greedy_agreement']:.3f} |",
             f"| greedy τ, lookahead {held_out['lookahead']} (bonus token included) | {held_out['greedy_tau']:.3f} |",
-            f"| greedy acceptance by draft position, given that the earlier ones were accepted | {by_position} |",
+            "| greedy acceptance by draft position, given that the earlier ones were accepted "
+            f"| {_by_position(held_out['greedy_acceptance_by_position'])} |",
             "",
-            "Learning curve (part of the held-out text; the last line is all of it):",
+            "Learning curve (part of the held-out text; the last line is the weights that were kept, on all of it):",
             "",
             "| step | α | greedy agreement | greedy τ |",
             "|---|---|---|---|",
             *rows,
             "",
+            *notes,
+            *[""][: len(notes)],
         ]
     )
+
+
+def _by_position(shares: list[float | None]) -> str:
+    return " / ".join("–" if share is None else f"{share:.3f}" for share in shares)

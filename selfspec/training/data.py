@@ -223,12 +223,13 @@ def load_dataset(folder: str | Path) -> Dataset:
             raise UserError(f"{path} is missing or not the file the manifest lists. Remove it and run make_data again.")
         samples += read_shard(path)[0]
     samples.sort(key=lambda sample: sample.index)  # the order does not depend on which text was finished first
+    samples = [s for s in samples if s.answer_len > 0 and s.prompt_len > 0]  # others hold no label
     train, held_out = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
     for name, split in (("training", train), ("held-out", held_out)):
-        if not any(sample.answer_len > 0 for sample in split):
+        if not split:
             raise UserError(
-                f"The {name} split of {folder} has no answer tokens ({len(split)} samples): there would be nothing to "
-                "learn from or to validate on. Make more data, or set held_out_share."
+                f"The {name} split of {folder} has no answer tokens: there would be nothing to learn from or to "
+                "validate on. Make more data, or set held_out_share."
             )
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     return Dataset(train, held_out, manifest, digest)

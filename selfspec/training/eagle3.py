@@ -5,7 +5,7 @@ distribution after token p+1. The first round of an answer starts at p = prompt 
 the first answer token: it is supervised, positions before it are not. Step j is labelled with the distribution after
 p+1+j, where that is still inside the answer. Tokens are the text's own (teacher-forced), hidden states the head's own.
 
-Loss: Σ_j decay^j × the mean loss of step j (`selfspec.training.losses`), p renormalised on the draft vocabulary.
+Loss: Σ_j decay^j × the loss of step j (`selfspec.training.losses`), p renormalised on the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Eagle3Trainee:
             ids, logp = self._labels(batch, rows)
             hidden = self.head.norm(hidden_BTM.flatten(0, 1)[at]).float()
             weight = torch.ones(len(at), device=hidden.device)
-            step = objective(hidden, self.head.lm_head.weight, ids, logp, weight)
-            # the trainer divides by the number of supervised positions: each step counts as its mean
-            total = total + self.options.decay**j * step * batch.weight_N.sum() / max(1, len(at))
+            total = total + self.options.decay**j * objective(hidden, self.head.lm_head.weight, ids, logp, weight)
         return total
 
     @torch.inference_mode()
@@ -98,6 +96,8 @@ class Eagle3Trainee:
                 alpha, agree = self._quality(batch, hidden_BTM.flatten(0, 1)[at], rows)
                 if j == 0:
                     result.add_positions(alpha, agree)
+                else:
+                    result.add_alpha(j, alpha)
                 documents, starts = batch.document_N[rows].tolist(), (rows - j).tolist()
                 for document, start, same in zip(documents, starts, agree, strict=True):
                     first_of.setdefault(document, start)

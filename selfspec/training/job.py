@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batches
-from selfspec.training.card import write_card
+from selfspec.training.card import SUMMARY, write_card
+from selfspec.training.checkpoints import BEST, STATE
 from selfspec.training.data import Sample, load_dataset
 from selfspec.training.features import features_for
 from selfspec.training.identity import target_identity
+from selfspec.training.processes import Processes
 from selfspec.training.self_prompts import chat_template
 from selfspec.training.teacher import teachers_for
-from selfspec.training.trainee import build_trainee
-from selfspec.training.trainer import STATE, TrainConfig, train
+from selfspec.training.trainee import Described, Trainee, build_trainee
+from selfspec.training.trainer import ALONE, TrainConfig, train
+
+HOW_OFTEN = ("log_every", "checkpoint_every")  # settings that a run may be continued without
 
 
 def train_draft(
@@ -33,8 +39,10 @@ def train_draft(
     out: str | Path,
     command: str = "",
     report: Callable[[dict[str, Any]], None] = lambda record: None,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Train a draft of `kind` for `target` and write it to `out`; returns the held-out summary.
+    """Train a draft of `kind` for `target` and write it to `out`; returns the held-out summary (not the first of
+    several processes: {}). A finished run is not repeated.
 
     Raises UserError: no usable data, data of another target or template, unknown options, another run in `out`.
     """
@@ -44,14 +52,21 @@ def train_draft(
     dataset = load_dataset(data)
     template = chat_template(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
-    teachers = teachers_for(
-        target, data, dataset, identity, num_kept=config.num_kept, progress=lambda text: report({"doing": text})
-    )
+    settings = {name: value for name, value in asdict(config).items() if name not in HOW_OFTEN}
+    what = {"kind": kind, "draft": draft_options, "target": identity, "data_manifest_sha256": dataset.manifest_sha256}
+    run_key = hashlib.sha256(json.dumps({**what, "train": settings}, sort_keys=True).encode()).hexdigest()
+    if (finished := _finished(folder, run_key)) is not None:
+        report({"doing": f"nothing: {folder} holds this draft, trained to its end. Remove it to train it again"})
+        return finished if processes.first else {}
+
+    def progress(text: str) -> None:
+        report({"doing": text})
+
     features = None
-    if trainee.feature_layers:
-        features = features_for(
-            target, data, dataset, identity, trainee.feature_layers, progress=lambda text: report({"doing": text})
-        )
+    with processes.first_alone():
+        teachers = teachers_for(target, data, dataset, identity, num_kept=config.num_kept, progress=progress)
+        if trainee.feature_layers:
+            features = features_for(target, data, dataset, identity, trainee.feature_layers, progress=progress)
 
     def batches_of(samples: list[Sample]) -> Batches:
         return Batches(
@@ -74,19 +89,48 @@ def train_draft(
         with torch.autocast(target.device.type, torch.bfloat16, enabled=config.autocast):
             return trainee.validate(batches.once(), greedy).summary()
 
-    what = {
-        "kind": kind,
-        "draft": draft_options,
-        "train": asdict(config),
-        "target": identity,
-        "data_manifest_sha256": dataset.manifest_sha256,
-    }
-    run_key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    summary = train(trainee, train_batches, validate, config, folder, run_key, report)
-    trainee.save(folder)
-    write_card(folder, trainee.module, what, dataset.manifest, summary, command)
-    (folder / STATE).unlink(missing_ok=True)
+    summary = train(trainee, train_batches, validate, config, folder, run_key, report, processes)
+    if processes.first:
+        _save(trainee, folder)
+        facts = {**what, "train": asdict(config), "run_key": run_key, "processes": processes.count}
+        notes = trainee.describe(summary) if isinstance(trainee, Described) else []
+        write_card(folder, trainee.module, facts, dataset.manifest, summary, command, notes)
+        for name in (STATE, BEST):
+            (folder / name).unlink(missing_ok=True)
     return summary
+
+
+def _finished(folder: Path, run_key: str) -> dict[str, Any] | None:
+    """The summary of the draft in `folder`, None with no finished one there. UserError when it is another one."""
+    try:
+        facts = json.loads((folder / SUMMARY).read_text())
+    except FileNotFoundError:
+        return None
+    if facts.get("run_key") != run_key:
+        raise UserError(
+            f"{folder} holds a finished draft of another run (other target, data, draft or settings). Give another "
+            "out=<folder>, or remove that one."
+        )
+    summary: dict[str, Any] = facts["held_out"]
+    return summary
+
+
+def _save(trainee: Trainee, folder: Path) -> None:
+    """The draft's files, each whole or not there; the weights come last. UserError when they cannot be written."""
+    aside = folder / ".draft.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir()
+        trainee.save(aside)
+        for path in sorted(aside.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            path.replace(folder / path.name)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"Cannot write the draft to {folder}: {error}. Nothing half-written was left; the training is kept, and "
+            "the same command goes on from it."
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _first(samples: list[Sample], answer_tokens: int) -> list[Sample]:

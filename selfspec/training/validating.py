@@ -40,7 +40,10 @@ def validate_chain(
             alpha.append(acceptance(logits, places.clamp(min=0), reachable))
             agree.append(logits.argmax(-1) == places[:, 0])
         agreed = torch.cat(agree).tolist()
-        result.add_positions(torch.cat(alpha).tolist(), agreed)
+        alphas = torch.cat(alpha).tolist()
+        result.add_positions(alphas, agreed)
+        for position in range(1, LOOKAHEAD):  # the same wherever the round began
+            result.add_alpha(position, alphas)
         by_document: dict[int, list[bool]] = {}
         for document, same in zip(batch.document_N[:num].tolist(), agreed, strict=True):
             by_document.setdefault(document, []).append(same)

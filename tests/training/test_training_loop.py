@@ -12,16 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import selfspec.training.checkpoints as checkpoints_module
 import selfspec.training.trainer as trainer_module
 import tiny_models
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target, wrap_target
 from selfspec.training.batches import Batches, pack
+from selfspec.training.checkpoints import BEST, STATE
 from selfspec.training.evaluate import Validation
 from selfspec.training.job import train_draft
 from selfspec.training.losses import head_loss
+from selfspec.training.optimizers import learning_rate
 from selfspec.training.trainee import build_trainee
-from selfspec.training.trainer import STATE, TrainConfig, learning_rate
+from selfspec.training.trainer import TrainConfig
 
 DRAFT = dict(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
 CONFIG = TrainConfig(
@@ -62,6 +65,7 @@ def test_training_lowers_the_loss_and_leaves_a_loadable_draft_with_its_card(
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("when", ["between", "while_saving"])
 def test_killed_and_resumed_training_equals_uninterrupted_training(
     chat_target: Target,
@@ -69,9 +73,10 @@ def test_killed_and_resumed_training_equals_uninterrupted_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     when: str,
+    optimizer: str,
 ):
     data = data_folder()
-    args = (chat_target, "independent", DRAFT, CONFIG, data)
+    args = (chat_target, "independent", DRAFT, replace(CONFIG, optimizer=optimizer), data)
     train_draft(*args, tmp_path / "whole", "c", quiet)
 
     class Killed(BaseException):
@@ -86,16 +91,16 @@ def test_killed_and_resumed_training_equals_uninterrupted_training(
         with pytest.raises(Killed):
             train_draft(*args, tmp_path / "cut", "c", dies_at_step_8)
     else:
-        real = trainer_module.save_file
+        real = checkpoints_module.save_file
 
         def dies_in_second_save(tensors, path, metadata):
-            if metadata["step"] == "10":
+            if json.loads(metadata.get("standing", "{}")).get("step") == 10:
                 Path(path).write_bytes(b"half a file")
                 raise Killed
             real(tensors, path, metadata=metadata)
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer_module, "save_file", dies_in_second_save)
+            patch.setattr(checkpoints_module, "save_file", dies_in_second_save)
             patch.setattr(Path, "unlink", lambda *_, **__: None)  # kill -9 cleans nothing up
             with pytest.raises(Killed):
                 train_draft(*args, tmp_path / "cut", "c", quiet)
@@ -122,6 +127,93 @@ def test_accumulated_steps_equal_one_large_batch(chat_target: Target, data_folde
     logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("large", "small")]
     losses = [[json.loads(line)["loss"] for line in lines if '"loss"' in line] for lines in logs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("large", "small")]
+    for name in weights[0]:  # bfloat16
+        torch.testing.assert_close(weights[0][name].float(), weights[1][name].float(), rtol=1e-2, atol=1e-3)
+
+
+def checks_that_say(taus: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out checks of a run, in their order; the last one is of all the text, when training is over."""
+    waiting = list(taus)
+
+    def summary(_: Validation) -> dict[str, Any]:
+        tau = waiting.pop(0)
+        same = {"alpha_by_position": [0.5], "greedy_acceptance_by_position": [0.5], "lookahead": 1, "answer_tokens": 9}
+        return {
+            **same,
+            "alpha": 0.5,
+            "sampled_tau": 1.5,
+            "greedy_agreement": 0.5,
+            "greedy_tau": tau,
+            "expected_tau": tau,
+        }
+
+    monkeypatch.setattr(Validation, "summary", summary)
+
+
+def test_training_stops_when_checks_get_no_better_and_keeps_the_best_weights(
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = data_folder()
+    train_draft(
+        chat_target, "independent", DRAFT, replace(CONFIG, validate_every=2), data, tmp_path / "all", "c", quiet
+    )
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    real = trainer_module.write_best
+
+    def remembers(folder: Path, named: dict[str, torch.Tensor], step: int) -> None:
+        kept[step] = {name: tensor.detach().clone() for name, tensor in named.items()}
+        real(folder, named, step)
+
+    monkeypatch.setattr(trainer_module, "write_best", remembers)
+    checks_that_say([1.2, 1.5, 1.4, 1.5, 9.9], monkeypatch)
+    config = replace(CONFIG, validate_every=2, patience=2)
+    summary = train_draft(chat_target, "independent", DRAFT, config, data, tmp_path / "o", "c", quiet)
+    assert summary["stopped_early"] and summary["kept_step"] == 4 and sorted(kept) == [2, 4]
+    log = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log if "held_out_alpha" in record] == [2, 4, 6, 8, 8]
+    assert log[-1]["kept_step"] == 4 and log[-1]["held_out_greedy_tau"] == 9.9
+    assert "8 steps; these are the weights of step 4" in (tmp_path / "o" / "README.md").read_text()
+    saved = load_file(tmp_path / "o" / "model.safetensors")
+    assert all(torch.equal(kept[4][name].bfloat16(), tensor) for name, tensor in saved.items())
+    assert not any((tmp_path / "o" / name).exists() for name in (STATE, BEST))
+
+
+def test_patience_is_counted_across_a_kill(
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = data_folder()
+    config = replace(CONFIG, validate_every=2, patience=3, checkpoint_every=1)
+    args = (chat_target, "independent", DRAFT, config, data, tmp_path / "o", "c")
+
+    class Killed(BaseException):
+        pass
+
+    def dies(record: dict[str, Any]) -> None:
+        if record.get("step") == 7:
+            raise Killed
+
+    checks_that_say([1.5, 1.4, 1.3], monkeypatch)
+    with pytest.raises(Killed):
+        train_draft(*args, dies)
+    checks_that_say([1.2, 2.0], monkeypatch)  # the third one without a better, at step 8; then all of the text
+    assert train_draft(*args, quiet)["kept_step"] == 2
+
+
+def test_a_finished_run_is_not_repeated_and_not_overwritten(
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path
+):
+    data, out = data_folder(), tmp_path / "o"
+    config = replace(CONFIG, steps=3)
+    first = train_draft(chat_target, "independent", DRAFT, config, data, out, "c", quiet)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    said: list[dict[str, Any]] = []
+    often = replace(config, log_every=2)
+    assert train_draft(chat_target, "independent", DRAFT, often, data, out, "c", said.append) == first
+    assert "Remove it to train it again" in said[0]["doing"]
+    with pytest.raises(UserError, match="holds a finished draft of another run"):
+        train_draft(chat_target, "independent", DRAFT, replace(config, loss="tv"), data, out, "c", quiet)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_a_checkpoint_of_another_run_is_refused(chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path):
@@ -168,7 +260,8 @@ def test_bad_drafts_and_settings_are_user_errors(chat_target: Target):
         build_trainee("independent", chat_target, {"hiden_size": 3})
     with pytest.raises(UserError, match="multiple"):
         build_trainee("independent", chat_target, {"hidden_size": 30, "num_heads": 4})
-    for bad in (dict(steps=0), dict(learning_rate=0.0), dict(warmup_steps=99, steps=5)):
+    numbers = (dict(steps=0), dict(learning_rate=0.0), dict(warmup_steps=99, steps=5), dict(patience=-1))
+    for bad in (*numbers, dict(validate_every=0), dict(loss="kl"), dict(optimizer="sgd")):
         with pytest.raises(UserError):
             TrainConfig(**bad)
     with pytest.raises(UserError, match="row_tokens to at least 30"):
@@ -226,8 +319,18 @@ def test_rounds_over_known_agreements():
     assert (result.rounds, result.emitted) == (4, 7)
     assert result.tested == [4, 2] and result.accepted == [3, 1]
     result.add_positions([0.5, 0.25], [True, False])
+    result.add_alpha(1, [0.5, 0.5])
     summary = result.summary()
-    assert summary["alpha"] == 0.375 and summary["greedy_tau"] == 7 / 4
+    assert summary["alpha"] == 0.375 and summary["greedy_tau"] == summary["expected_tau"] == 7 / 4
+    assert summary["alpha_by_position"] == [0.375, 0.5] and summary["sampled_tau"] == 1 + 0.375 + 0.375 * 0.5
+
+
+def test_without_greedy_text_the_expected_tau_is_estimated():
+    result = Validation(lookahead=3)
+    result.add_positions([0.5], [False])
+    summary = result.summary()  # later positions were not looked at
+    assert summary["expected_tau"] == summary["sampled_tau"] == 1.5
+    assert summary["alpha_by_position"] == [0.5, None, None]
 
 
 def test_learning_rate_warms_up_and_decays():
