@@ -1,11 +1,13 @@
-"""Train a draft for a target: python experiments/train.py drafter=independent data=data/smollm2 out=drafts/mine"""
+"""Train a draft for a target: python experiments/train.py drafter=independent data=data/smollm2 out=drafts/mine
+
+Several processes share each step: torchrun --nproc-per-node=2 experiments/train.py ... train.accumulate=2
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +22,49 @@ from selfspec.target import load_target
 from selfspec.tracking import Tracker, tracker_from_config
 from selfspec.training.config import TrainJobConfig, resolve_job
 from selfspec.training.job import train_draft
+from selfspec.training.processes import Processes, joined
+from selfspec.training.progress import TrainingDisplay
 
 
-def show(record: dict[str, Any]) -> None:
-    facts = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in record.items()]
-    print(f"{time.strftime('%H:%M:%S')}  {'  '.join(facts)}", flush=True)
-
-
-def run(job: TrainJobConfig, tracker: Tracker) -> None:
+def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
     if job.runtime.num_threads:
         torch.set_num_threads(job.runtime.num_threads)
     target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device, fused=False)
     target.name = HydraConfig.get().runtime.choices["target"]
-
-    def report(record: dict[str, Any]) -> None:
-        show(record)
-        numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-        if "step" in record:
-            tracker.log(numbers, step=int(record["step"]))
-
     command = "python experiments/train.py " + " ".join(sys.argv[1:])
-    summary = train_draft(
-        target, str(job.drafter.get("kind")), job.draft, job.train, job.data, job.out, command, report
-    )
-    tracker.summary(summary)
+    kind = str(job.drafter.get("kind"))
+    with TrainingDisplay(job.train.steps) as display:
+
+        def report(record: dict[str, Any]) -> None:
+            if not processes.first:
+                return
+            display(record)
+            numbers = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            if "step" in record:
+                tracker.log(numbers, step=int(record["step"]))
+
+        summary = train_draft(target, kind, job.draft, job.train, job.data, job.out, command, report, processes)
+    if processes.first:
+        tracker.summary(summary)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")
 def main(composed: DictConfig) -> None:
     try:
         job = resolve_job(TrainJobConfig, composed)
-        tracker = tracker_from_config(job.tracking)
-        config: Any = OmegaConf.to_container(OmegaConf.structured(job))
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-        folder = Path(job.out).expanduser()
-        names = {"run_name": folder.name, "group": job.target.kind, "job_type": "train"}
-        tracker.start(config, **names, run_dir=folder, config_hash=digest)
-        exit_code = 1
-        try:
-            run(job, tracker)
-            exit_code = 0
-        finally:
-            tracker.finish(exit_code)
+        with joined(job.runtime.device) as processes:
+            tracker = tracker_from_config(job.tracking if processes.first else {"kind": "none"})
+            config: Any = OmegaConf.to_container(OmegaConf.structured(job))
+            digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+            folder = Path(job.out).expanduser()
+            names = {"run_name": folder.name, "group": job.target.kind, "job_type": "train"}
+            tracker.start(config, **names, run_dir=folder, config_hash=digest)
+            exit_code = 1
+            try:
+                run(job, tracker, processes)
+                exit_code = 0
+            finally:
+                tracker.finish(exit_code)
     except UserError as error:
         sys.exit(f"error: {error}")
 

@@ -83,12 +83,14 @@ class Processes:
 
 @contextmanager
 def joined(device: str) -> Iterator[Processes]:
-    """The processes that torchrun started (gloo on a CPU, NCCL on GPUs), or this one alone."""
+    """The processes that torchrun started (gloo on a CPU, NCCL with one GPU each), or this one alone. `device` as
+    `load_target` takes it.
+    """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes()
         return
-    on_gpu = torch.device(device).type == "cuda"
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
