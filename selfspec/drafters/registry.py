@@ -19,11 +19,14 @@ from selfspec.target import Target
 
 DRAFTERS = {
     "early_exit": "selfspec.drafters.early_exit",
+    "hydra": "selfspec.drafters.hydra",
     "independent": "selfspec.drafters.independent",
+    "medusa": "selfspec.drafters.medusa",
     "ngram": "selfspec.drafters.ngram",
     "synthetic": "selfspec.drafters.synthetic",
 }
-TRAINED: tuple[str, ...] = ()  # kinds whose Options have `checkpoint`: a folder with a draft of that kind
+# kinds whose Options have `checkpoint`: a folder with a draft of that kind
+TRAINED: tuple[str, ...] = ("hydra", "medusa")
 NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
 
 

@@ -1,0 +1,119 @@
+"""Hydra's heads (Ankner et al. 2024, arXiv 2402.05109): Medusa's, told what was drafted before them.
+
+Head k (from 0) reads [h_t; E(x_{t+1}); ...; E(x_{t+1+k})], the target's last hidden state behind the final norm, the
+pending token and every token drafted so far (E is the target's own embedding), and predicts token t+2+k. Its first
+block narrows that to the target's width, R x + SiLU(L x); `num_blocks` − 1 residual blocks x + SiLU(A x + b) follow,
+each with weights of its own, then an output matrix as Medusa's.
+
+Checkpoint: config.json (num_heads, num_blocks, own_head, d_vocab, target) and model.safetensors: `residual.{head}` (R),
+`blocks.{head}.{block}` (block 0 is L) and `lm_head.{head}` (own heads), as in `HydraHeads`; `token_ids`.
+
+Cost of drafting K tokens: head k streams 2 (k+2) M² weights and the output matrix once. There is no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from selfspec.drafters.base import Draft, Seen
+from selfspec.drafters.checkpoint import load_into, read_checkpoint
+from selfspec.drafters.heads import (
+    Outputs,
+    keep_state,
+    linears,
+    num_outputs,
+    packed,
+    read_count,
+    read_flag,
+    start_state,
+    state_of,
+)
+from selfspec.target import Target
+
+if TYPE_CHECKING:
+    from selfspec.decoding.drafting import Drafting
+    from selfspec.decoding.rows import Rows
+
+
+@dataclass
+class Options:
+    """checkpoint: a folder with trained heads, made by experiments/train.py for this target."""
+
+    checkpoint: str
+
+
+class HydraHeads(nn.Module):
+    """The weights. `state` is what training and reading agree on."""
+
+    def __init__(self, width: int, num_heads: int, num_blocks: int, num_own_outputs: int = 0) -> None:
+        """num_own_outputs: rows of each head's own output matrix; 0: the target's is used."""
+        super().__init__()
+        reads = [(head + 2) * width for head in range(num_heads)]
+        self.residual = nn.ModuleList(nn.Linear(read, width) for read in reads)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(width if block else read, width) for block in range(num_blocks)) for read in reads
+        )
+        own = num_heads if num_own_outputs else 0
+        self.lm_head = nn.ModuleList(nn.Linear(width, num_own_outputs, bias=False) for _ in range(own))
+
+    def state(self, head: int, read_NX: Tensor) -> Tensor:
+        """`[N, M]`: one head's state, before its output matrix. X = (head + 2) M."""
+        first, *further = linears(self.blocks[head])
+        hidden_NM: Tensor = self.residual[head](read_NX) + F.silu(first(read_NX))
+        for block in further:
+            hidden_NM = hidden_NM + F.silu(block(hidden_NM))
+        return hidden_NM
+
+
+class Hydra:
+    """Drafts up to one token per head."""
+
+    name = "hydra"
+
+    def __init__(self, target: Target, heads: HydraHeads, token_ids: Tensor | None = None) -> None:
+        self.target = target
+        self.max_drafted: int | None = len(heads.blocks)
+        self.feature_layers: tuple[int, ...] = (target.num_layers,)
+        blocks = [linears(head) for head in heads.blocks]
+        self._first = [packed(wide, head[0]) for wide, head in zip(linears(heads.residual), blocks, strict=True)]
+        self._further = [[packed(block) for block in head[1:]] for head in blocks]
+        self._outputs = Outputs(target, linears(heads.lm_head), token_ids)
+
+    def start(self, rows: Rows) -> None:
+        start_state(self.target, rows)
+
+    def prefill(self, rows: Rows, seen: Seen) -> None:
+        keep_state(rows, seen)
+
+    def refresh(self, rows: Rows, seen: Seen) -> None:
+        keep_state(rows, seen)
+
+    def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        read_B1X = self.target.norm(state_of(rows)[:, None])
+        for step in drafting:
+            last_B1M = self.target.embed(rows.window(step, 1))  # the pending token, then the drafted ones
+            read_B1X = torch.cat([read_B1X, last_B1M], -1)
+            drafting.draw(self._outputs(self._state(step, read_B1X), step)[:, 0])
+        return drafting.draft()
+
+    def _state(self, head: int, read_B1X: Tensor) -> Tensor:
+        residual_B1M, gate_B1M = self._first[head](read_B1X).chunk(2, -1)
+        hidden_B1M = residual_B1M + F.silu(gate_B1M)
+        for block in self._further[head]:
+            hidden_B1M = hidden_B1M + F.silu(block(hidden_B1M))
+        return hidden_B1M
+
+
+def build(target: Target, options: Options) -> Hydra:
+    checkpoint = read_checkpoint(options.checkpoint, "hydra", target)
+    num_heads, num_blocks = read_count(checkpoint, "num_heads"), read_count(checkpoint, "num_blocks")
+    own = num_outputs(checkpoint, target) if read_flag(checkpoint, "own_head") else 0
+    with torch.device("meta"):
+        heads = HydraHeads(target.width, num_heads, num_blocks, own)
+    load_into(heads, checkpoint)
+    return Hydra(target, heads, checkpoint.token_ids)
