@@ -53,6 +53,7 @@ class TargetConfig:
     path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    adapter: str | None = None  # a folder with a LoRA adapter, merged into the weights: another target than its base
     family: str = "llama"  # the next three are for kind=random
     shape: RandomShape = field(default_factory=RandomShape)
     seed: int = 0

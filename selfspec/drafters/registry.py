@@ -18,15 +18,18 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 
 DRAFTERS = {
+    "eagle3": "selfspec.drafters.eagle3",
     "early_exit": "selfspec.drafters.early_exit",
+    "exit_adapter": "selfspec.drafters.exit_adapter",
     "hydra": "selfspec.drafters.hydra",
     "independent": "selfspec.drafters.independent",
+    "layerskip": "selfspec.drafters.layerskip",
     "medusa": "selfspec.drafters.medusa",
     "ngram": "selfspec.drafters.ngram",
     "synthetic": "selfspec.drafters.synthetic",
 }
 # kinds whose Options have `checkpoint`: a folder with a draft of that kind
-TRAINED: tuple[str, ...] = ("hydra", "medusa")
+TRAINED: tuple[str, ...] = ("eagle3", "exit_adapter", "hydra", "layerskip", "medusa")
 NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
 
 

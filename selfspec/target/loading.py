@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from selfspec.config import RandomShape, TargetConfig, allowed, conf_names, load_conf
 from selfspec.errors import UserError
+from selfspec.target.adapters import merge_adapter
 from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.families import FAMILIES
 from selfspec.target.fetch import convert_gguf, fetch_smollm2
@@ -40,8 +42,12 @@ def load_target(
     device: str = "auto",
     trust_remote_code: bool = False,
     fused: bool | None = None,
+    adapter: str | Path | None = None,
 ) -> Target:
     """A target by conf/target name ("smollm2-135m"), local folder, .gguf file or hub id.
+
+    adapter: a folder with a LoRA adapter, merged into the weights (`selfspec.target.adapters`). The result is another
+    target than its base: what is lossless is so with respect to it.
 
     dtype "auto": bfloat16 on CUDA, float32 on CPU. fused None: packed, fused layers where they are to be had (see
     `selfspec.target.fused`); False: transformers' own layers. Raises UserError naming what exists when nothing by
@@ -50,9 +56,15 @@ def load_target(
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     config, name = _as_config(name_or_path, trust_remote_code)
+    if adapter is not None:
+        config, name = replace(config, adapter=str(adapter)), f"{name}+{Path(adapter).name}"
 
     def load_model() -> Any:
-        model = random_model(config) if config.kind == "random" else load_pretrained(config, chosen_dtype)
+        # merged in float32 whatever comes after, so that the weights are the same in every dtype
+        dtype = torch.promote_types(chosen_dtype, torch.float32) if config.adapter else chosen_dtype
+        model = random_model(config) if config.kind == "random" else load_pretrained(config, dtype)
+        if config.adapter:
+            merge_adapter(model, config.adapter)
         return in_dtype(model, chosen_dtype).to(device=chosen_device)
 
     target = wrap_target(load_model(), load_tokenizer(config), name)

@@ -25,7 +25,9 @@ def write_card(
     command: str,
     notes: Sequence[str] = (),
 ) -> None:
-    """README.md for people (`notes` at its end), training.json for programs (the tokenizer is the target's, named there by its template)."""
+    """README.md for people (`notes` at its end), training.json for programs (the tokenizer is the target's, named there
+    by its template).
+    """
     totals = manifest["totals"]
     log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     parameters = sum(parameter.numel() for parameter in module.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -30,12 +30,37 @@ class Trainee(Protocol):
         """Write config.json and model.safetensors of the draft."""
 
 
+@runtime_checkable
+class Scheduled(Protocol):
+    """A trainee whose loss follows a schedule: told before each step which one it is, of how many."""
+
+    def at_step(self, step: int, steps: int) -> None: ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A trainee with more to say on its card than the usual measures."""
+
+    def describe(self, summary: dict[str, Any]) -> list[str]:
+        """Lines of markdown."""
+
+
 def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
     from selfspec.training.eagle3 import build_eagle3
     from selfspec.training.exit_adapter import build_exit_adapter
+    from selfspec.training.hydra import build_hydra
     from selfspec.training.independent import build_independent
+    from selfspec.training.layerskip import build_layerskip
+    from selfspec.training.medusa import build_medusa
 
-    return {"independent": build_independent, "exit_adapter": build_exit_adapter, "eagle3": build_eagle3}
+    return {
+        "independent": build_independent,
+        "exit_adapter": build_exit_adapter,
+        "eagle3": build_eagle3,
+        "layerskip": build_layerskip,
+        "medusa": build_medusa,
+        "hydra": build_hydra,
+    }
 
 
 def build_trainee(kind: str, target: Target, options: dict[str, Any]) -> Trainee:
