@@ -49,10 +49,8 @@ def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
     from selfspec.training.eagle3 import build_eagle3
     from selfspec.training.exit_adapter import build_exit_adapter
     from selfspec.training.hydra import build_hydra
-    from selfspec.training.hydra import build_hydra
     from selfspec.training.independent import build_independent
     from selfspec.training.layerskip import build_layerskip
-    from selfspec.training.medusa import build_medusa
     from selfspec.training.medusa import build_medusa
 
     return {
