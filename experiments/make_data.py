@@ -15,7 +15,7 @@ from selfspec.errors import UserError
 from selfspec.target import load_target
 from selfspec.training.config import MakeDataConfig, resolve_job
 from selfspec.training.draft_vocab import count_draft_vocab
-from selfspec.training.making import make_data, read_prompts
+from selfspec.training.making import make_data
 
 
 def report(answer_tokens: int, tokens_per_s: float, step_s: float) -> None:
@@ -29,7 +29,7 @@ def main(composed: DictConfig) -> None:
         job = resolve_job(MakeDataConfig, composed)
         if job.runtime.num_threads:
             torch.set_num_threads(job.runtime.num_threads)
-        prompts = read_prompts(job.prompt_file) if job.prompt_file else None
+        prompts = job.prompts()
         target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
         manifest = make_data(target, job.data, job.out, prompts, report)
         covered = count_draft_vocab(target, job.out, Path(job.draft_vocab)) if job.draft_vocab else {}

@@ -11,19 +11,30 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec.config import RuntimeConfig, TargetConfig
 from selfspec.errors import UserError
 from selfspec.training.data import DataConfig
+from selfspec.training.prompt_sources import PromptDatasetConfig, read_dataset, read_prompts
 from selfspec.training.trainer import TrainConfig
 
 
 @dataclass
 class MakeDataConfig:
-    """experiments/make_data.py."""
+    """experiments/make_data.py. Prompts: of a file, or of a dataset; with neither, the target writes them."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     out: str = MISSING
     prompt_file: str | None = None
+    prompt_dataset: PromptDatasetConfig = field(default_factory=PromptDatasetConfig)
     draft_vocab: str | None = None
     data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        if self.prompt_file and self.prompt_dataset.path:
+            raise UserError("prompt_file and prompt_dataset.path are two sources of prompts. Give one of them.")
+
+    def prompts(self) -> list[str] | None:
+        if self.prompt_dataset.path:
+            return read_dataset(self.prompt_dataset)
+        return read_prompts(self.prompt_file) if self.prompt_file else None
 
 
 @dataclass

@@ -153,8 +153,12 @@ def shard_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("shard-*.safetensors"))
 
 
-def write_manifest(folder: Path, config: DataConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """Rebuild manifest.json from the shards: what is in the folder, made by which settings from which target."""
+def write_manifest(
+    folder: Path, config: DataConfig, target: dict[str, Any], prompts: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Rebuild manifest.json from the shards: what is in the folder, made by which settings from which target, and from
+    which prompts (their number and hash; None: its own).
+    """
     shards, rejected = [], Counter[str]()
     totals = {f"{split}_{what}": 0 for split in ("train", "held_out") for what in ("samples", "answer_tokens")}
     for path in shard_paths(folder):
@@ -176,6 +180,7 @@ def write_manifest(folder: Path, config: DataConfig, target: dict[str, Any]) -> 
     manifest = {
         "format": FORMAT,
         "target": target,
+        "prompts": prompts,
         "settings": asdict(config),
         "totals": totals,
         "rejected_prompts": dict(sorted(rejected.items())),
@@ -191,14 +196,17 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def check_same_settings(folder: Path, config: DataConfig, target: dict[str, Any]) -> None:
-    """Adding to a folder needs the settings and the target it was begun with. UserError names what differs."""
+def check_same_settings(
+    folder: Path, config: DataConfig, target: dict[str, Any], prompts: dict[str, Any] | None = None
+) -> None:
+    """Adding to a folder needs the settings, target and prompts it was begun with. UserError names what differs."""
     manifest = read_manifest(folder)
     if manifest is None:
         return
-    old = {**manifest["settings"], "target": manifest["target"]["fingerprint"]}
-    new = {**asdict(config), "target": target["fingerprint"]}
-    names = [f.name for f in fields(config) if f.name not in HOW_MUCH] + ["target"]
+    begun_with = manifest.get("prompts", prompts)  # folders of an older version do not say
+    old = {**manifest["settings"], "target": manifest["target"]["fingerprint"], "prompts": begun_with}
+    new = {**asdict(config), "target": target["fingerprint"], "prompts": prompts}
+    names = [f.name for f in fields(config) if f.name not in HOW_MUCH] + ["target", "prompts"]
     different = [f"{name}: {old.get(name)!r} there, {new[name]!r} now" for name in names if old.get(name) != new[name]]
     if different:
         raise UserError(

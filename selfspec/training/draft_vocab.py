@@ -22,14 +22,14 @@ from selfspec.target import Target
 from selfspec.training.batches import Teacher
 from selfspec.training.data import load_dataset, write_atomically
 from selfspec.training.identity import target_identity
-from selfspec.training.self_prompts import chat_template
+from selfspec.training.self_prompts import template_of
 from selfspec.training.teacher import teachers_for
 
 
 def count_draft_vocab(target: Target, folder: str | Path, path: Path, num_kept: int = 32) -> dict[int, float]:
     """Count on the training split of `folder`, write `path`; returns the held-out coverage of some sizes."""
     dataset = load_dataset(folder)
-    template = chat_template(target.tokenizer)
+    template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
     teachers = teachers_for(target, folder, dataset, identity, num_kept=num_kept)
     counts = expected_counts((teachers[sample.index] for sample in dataset.train), target.vocab_size)

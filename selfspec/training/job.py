@@ -22,7 +22,7 @@ from selfspec.training.data import Sample, load_dataset
 from selfspec.training.features import features_for
 from selfspec.training.identity import target_identity
 from selfspec.training.processes import Processes
-from selfspec.training.self_prompts import chat_template
+from selfspec.training.self_prompts import template_of
 from selfspec.training.teacher import teachers_for
 from selfspec.training.trainee import Described, Trainee, build_trainee
 from selfspec.training.trainer import ALONE, TrainConfig, train
@@ -50,7 +50,7 @@ def train_draft(
     trainee = build_trainee(kind, target, draft_options)  # first: it is where most mistakes show
     trainee.module.to(target.device)
     dataset = load_dataset(data)
-    template = chat_template(target.tokenizer)
+    template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
     settings = {name: value for name, value in asdict(config).items() if name not in HOW_OFTEN}
     what = {"kind": kind, "draft": draft_options, "target": identity, "data_manifest_sha256": dataset.manifest_sha256}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,8 @@ from selfspec.training.data import (
 )
 from selfspec.training.generation import generate_stream
 from selfspec.training.identity import target_identity
-from selfspec.training.self_prompts import SampleSource, chat_template, normalised
+from selfspec.training.prompt_sources import prompts_digest
+from selfspec.training.self_prompts import ChatTemplate, SampleSource, chat_template, normalised, template_of
 
 Progress = Callable[[int, float, float], None]  # answer tokens made in all, tokens/s of this run, seconds per step
 PROGRESS_S = 20.0
@@ -55,11 +55,12 @@ def make_data(
 def _make_locked(
     target: Target, config: DataConfig, folder: Path, prompts: Sequence[str] | None, progress: Progress
 ) -> dict[str, Any]:
-    template = chat_template(target.tokenizer)
+    template = chat_template(target.tokenizer) if prompts is None else template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
-    check_same_settings(folder, config, identity)
-    done, seen, total = _already_made(folder, target.tokenizer, template.before, template.after)
-    manifest = write_manifest(folder, config, identity)
+    given = prompts_digest(prompts)
+    check_same_settings(folder, config, identity, given)
+    done, seen, total = _already_made(folder, target.tokenizer, template)
+    manifest = write_manifest(folder, config, identity, given)
     fresh: list[Sample] = []
     rejected: dict[int, str] = {}
     begun, made = time.perf_counter(), 0
@@ -69,7 +70,7 @@ def _make_locked(
         nonlocal manifest
         if fresh or rejected:
             write_shard(folder, fresh, rejected)
-            manifest = write_manifest(folder, config, identity)
+            manifest = write_manifest(folder, config, identity, given)
             fresh.clear()
             rejected.clear()
 
@@ -106,7 +107,7 @@ def _make_locked(
     return manifest
 
 
-def _already_made(folder: Path, tokenizer: Any, before: str, after: str) -> tuple[set[int], set[str], int]:
+def _already_made(folder: Path, tokenizer: Any, template: ChatTemplate) -> tuple[set[int], set[str], int]:
     """Indices not to be made again, the prompts seen (normalised), and the answer tokens there are."""
     done: set[int] = set()
     seen: set[str] = set()
@@ -116,29 +117,7 @@ def _already_made(folder: Path, tokenizer: Any, before: str, after: str) -> tupl
         done.update(rejected)
         for sample in samples:
             done.add(sample.index)
-            text = tokenizer.decode(sample.token_ids[: sample.prompt_len])
-            seen.add(normalised(text.removeprefix(before).removesuffix(after)))
+            text = tokenizer.decode(sample.token_ids[: sample.prompt_len], skip_special_tokens=template.raw)
+            seen.add(normalised(text.removeprefix(template.before).removesuffix(template.after)))
             total += sample.answer_len
     return done, seen, total
-
-
-def read_prompts(path: str | Path) -> list[str]:
-    """Prompts of a JSON-lines file: each line an object with "prompt" (text) or "turns" (its first one is used)."""
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise UserError(f"No prompt file at {path}.")
-    prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            prompt = entry["prompt"] if "prompt" in entry else entry["turns"][0]
-        except (json.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise UserError(f'{path}, line {number}: expected {{"prompt": "..."}} or {{"turns": ["..."]}}.') from error
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f"{path}, line {number}: the prompt is empty or not a text.")
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"{path} holds no prompts.")
-    return prompts

@@ -25,14 +25,24 @@ MARK = "\u2402user turn\u2403"  # survives every template unchanged, and no temp
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The text a chat model sees before and after the first user message."""
+    """The text a chat model sees before and after the first user message. raw: nothing, a base model reads the prompt
+    as its tokenizer gives it.
+    """
 
     before: str
     after: str
+    raw: bool = False
 
     def token_ids(self, tokenizer: Any, prompt: str) -> list[int]:
         """The whole prompt as ids, as `apply_chat_template(..., add_generation_prompt=True)` makes them."""
-        return list(tokenizer(self.before + prompt + self.after, add_special_tokens=False).input_ids)
+        return list(tokenizer(self.before + prompt + self.after, add_special_tokens=self.raw).input_ids)
+
+
+def template_of(tokenizer: Any) -> ChatTemplate:
+    """The tokenizer's template, or none at all for a base model, which answers given prompts by going on."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ChatTemplate("", "", raw=True)
+    return chat_template(tokenizer)
 
 
 def chat_template(tokenizer: Any) -> ChatTemplate:
@@ -47,7 +57,7 @@ def chat_template(tokenizer: Any) -> ChatTemplate:
     if text.count(MARK) != 1:
         raise UserError(
             f"The chat template renders the user message {text.count(MARK)} times; exactly once is needed to split it. "
-            "Give the prompts instead: prompt_file=<jsonl with a 'prompt' per line>."
+            "Load the target with a tokenizer whose template does."
         )
     before, after = text.split(MARK)
     return ChatTemplate(before, after)
@@ -96,7 +106,7 @@ class SampleSource:
     ) -> None:
         """`on_result(index, sample or reason of rejection)` returns False when enough has been made."""
         self.config, self.tokenizer, self.eos_ids, self.prompts = config, tokenizer, set(eos_ids), prompts
-        self.template = chat_template(tokenizer)
+        self.template = template_of(tokenizer)
         self.done, self.seen, self.on_result = done, seen, on_result
         self.next_index = 0
         self.wanting = True

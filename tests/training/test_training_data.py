@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
 from selfspec.training.data import DataConfig, load_dataset, read_shard, shard_paths
 from selfspec.training.generation import Finished, Request, generate_stream
-from selfspec.training.making import make_data, read_prompts
+from selfspec.training.making import make_data
+from selfspec.training.prompt_sources import PromptDatasetConfig, first_turn, read_dataset, read_prompts
 from selfspec.training.self_prompts import chat_template, is_held_out, normalised, reject_reason
 
 
@@ -63,6 +66,97 @@ def test_a_request_that_extends_its_rows_text_reuses_it(chat_target: Target):
         generate_stream(chat_target, next_request, rows=1, capacity=30, seed=0, eos_ids=[257])
         runs.append(got)
     assert runs[0] and runs[0] == runs[1]
+
+
+DatasetOf = Callable[[str, list[dict[str, object]]], PromptDatasetConfig]
+
+
+@pytest.fixture
+def dataset_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DatasetOf:
+    """A folder of parquet files as it lies in a hub repository, read without a network."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def build(column: str, entries: list[dict[str, object]]) -> PromptDatasetConfig:
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        datasets.Dataset.from_list(entries).to_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet")
+        return PromptDatasetConfig(path=str(tmp_path / "hub"), column=column)
+
+    return build
+
+
+def test_prompts_of_a_dataset(dataset_of: DatasetOf):
+    config = dataset_of(
+        "prompt", [{"prompt": " What is this? ", "n": 1}, {"prompt": "", "n": 2}, {"prompt": "b", "n": 3}]
+    )
+    assert read_dataset(config) == ["What is this?", "b"]
+    assert read_dataset(replace(config, split="train[:1]")) == ["What is this?"]
+    file = Path(config.path or "") / "train-00000-of-00001.parquet"
+    assert read_dataset(replace(config, path=str(file))) == ["What is this?", "b"]
+    for changed, match in (
+        (dict(column="text"), "no column 'text'.*one of: prompt, n"),
+        (dict(column="n"), "entry 0: column 'n' holds no prompt, but 1"),
+        (dict(split="test"), "Cannot read the dataset .*split"),
+        (dict(split="train[1:2]"), "holds no prompts"),
+        (dict(path="someone/chats"), "revision=None does not pin someone/chats"),
+        (dict(path="someone/chats", revision="main"), "revision=main does not pin"),
+    ):
+        with pytest.raises(UserError, match=match):
+            read_dataset(replace(config, **changed))
+
+
+def test_a_dataset_out_of_reach_or_without_its_package_is_a_user_error(
+    dataset_of: DatasetOf, monkeypatch: pytest.MonkeyPatch
+):
+    import datasets
+
+    asked: list[dict[str, object]] = []
+
+    def unreachable(path: str, **named: object) -> None:
+        asked.append({"path": path, **named})
+        raise ConnectionError("Couldn't reach 'someone/chats' on the Hub")
+
+    config = replace(dataset_of("prompt", [{"prompt": "a"}]), path="someone/chats", revision="0" * 40)
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match="Couldn't reach 'someone/chats'.*no network"):
+        read_dataset(config)
+    assert asked == [{"path": "someone/chats", "revision": "0" * 40, "split": "train"}]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"selfspec\[data\]"):
+        read_dataset(config)
+
+
+def test_the_first_user_turn_is_the_prompt():
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": " hello "}]
+    shared = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "yes"}]
+    values = ["a ", ["b", "c"], chat, shared, [], None, 3, [{"role": "system", "content": "x"}]]
+    assert [first_turn(value) for value in values] == ["a", "b", "hello", "hi there", "", None, None, None]
+
+
+def test_a_folder_is_only_added_to_with_the_same_prompts(chat_target: Target, small_config: DataConfig, tmp_path: Path):
+    manifest = make_data(chat_target, small_config, tmp_path / "d", PROMPTS, no_report)
+    assert manifest["prompts"]["count"] == len(PROMPTS)
+    with pytest.raises(UserError, match=r"prompts: .*'count': 40.* there, .*'count': 39.* now"):
+        make_data(chat_target, small_config, tmp_path / "d", PROMPTS[1:], no_report)
+    with pytest.raises(UserError, match="prompts: .* there, None now"):
+        make_data(chat_target, small_config, tmp_path / "d", None, no_report)
+    older = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    del older["prompts"]
+    (tmp_path / "d" / "manifest.json").write_text(json.dumps(older))
+    make_data(chat_target, replace(small_config, answer_tokens=200), tmp_path / "d", PROMPTS, no_report)
+
+
+def test_a_base_model_answers_given_prompts_as_they_are(small_config: DataConfig, tmp_path: Path):
+    import tiny_models
+    from selfspec.target.byte_tokenizer import byte_tokenizer
+
+    target = wrap_target(tiny_models.tiny_llama(vocab_size=257, num_layers=2, max_positions=128), byte_tokenizer())
+    make_data(target, small_config, tmp_path / "d", PROMPTS, no_report)
+    dataset = load_dataset(tmp_path / "d")
+    for sample in [*dataset.train, *dataset.held_out]:
+        assert sample.token_ids[: sample.prompt_len] == target.tokenizer(PROMPTS[sample.index]).input_ids
+    with pytest.raises(UserError, match="no chat template"):
+        make_data(target, small_config, tmp_path / "e", None, no_report)
 
 
 def test_too_long_a_request_is_a_user_error(chat_target: Target):

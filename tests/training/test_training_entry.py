@@ -32,7 +32,9 @@ def test_every_training_config_composes():
             assert job.drafter == {"kind": kind}
         for recipe in conf_names("train"):
             resolve_job(TrainJobConfig, compose("train", [f"train={recipe}", "data=d", "out=o"]))
-        resolve_job(MakeDataConfig, compose("make_data", ["out=o"]))
+        assert resolve_job(MakeDataConfig, compose("make_data", ["out=o"])).prompts() is None
+        with pytest.raises(UserError, match="two sources of prompts"):
+            resolve_job(MakeDataConfig, compose("make_data", ["out=o", "prompt_file=p", "prompt_dataset.path=d"]))
         with pytest.raises(UserError, match="No value for data, out"):
             resolve_job(TrainJobConfig, compose("train", []))
         with pytest.raises(UserError, match=r"train\.stepz|stepz"):
