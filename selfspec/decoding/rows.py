@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import Cache, Pass
+from selfspec.cache.blocks import common_prefix
 from selfspec.cache.storage import EXTENT_STEP, prefill_tokens
 from selfspec.drafters.base import Seen
 from selfspec.sampling.faults import fault_offset
@@ -120,7 +121,8 @@ class Rows:
         self.active_B[row].fill_(True)
         usable = self._kept[row][:-1] if reuse else []  # the last token was pending: committed, never run
         if (reset := getattr(self.draft_state, "reset", None)) is not None:
-            usable = usable[: max(len(prompt) - 2, 0)]  # what a drafter carries from one token to the next is made anew
+            # what a drafter carries from one token to the next is made anew, where the next one is another now too
+            usable = usable[: max(min(len(prompt) - 2, common_prefix(self._kept[row], prompt_ids) - 1), 0)]
             reset(row, prompt_ids, request)
         self._ends[row] = self._end(len(prompt), max_new_tokens)
         kept = self.cache.place(row, prompt_ids[:-1], self._ends[row], usable)

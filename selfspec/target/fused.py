@@ -60,10 +60,23 @@ class FusedLayer:
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """As transformers' layers are called; `attention_mask` is the pass's own, `[B, 1, R*T, S]`."""
+        return self.run(self.norm_in(hidden_BTM), hidden_BTM, attention_mask, position_embeddings, cache)
+
+    def run(
+        self,
+        normed_BTX: Tensor,
+        hidden_BTM: Tensor,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Pass,
+    ) -> Tensor:
+        """The layer behind its first norm: queries, keys and values come from `normed_BTX`, which a draft's layer has
+        wider than the model; the residual is `hidden_BTM`.
+        """
         rows, width, _ = hidden_BTM.shape
         heads, groups, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = cache.once("rotary_qkv", lambda: rotary_qkv(*position_embeddings, heads + groups, groups))
-        qkv_BTXD = self.qkv(self.norm_in(hidden_BTM)).view(rows, width, heads + 2 * groups, dim)
+        qkv_BTXD = self.qkv(normed_BTX).view(rows, width, heads + 2 * groups, dim)
         if self.norm_q is not None:
             query, key, value = qkv_BTXD.split([heads, groups, groups], 2)
             query, key = rms_norm(query, self.norm_q, self.eps), rms_norm(key, self.norm_k, self.eps)

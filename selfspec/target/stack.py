@@ -154,7 +154,7 @@ class Target:
                 hidden_BTM,
                 attention_mask=pass_.mask(self.windows[index], self.queries_per_group, hidden_BTM.dtype),
                 position_ids=pass_.positions_BT,
-                position_embeddings=self._rotary_at(index, pass_, hidden_BTM),
+                position_embeddings=self.rotary_at(index, pass_, hidden_BTM),
                 **{self._cache_argument: pass_},
                 **self.family.layer_arguments,
             )
@@ -221,7 +221,7 @@ class Target:
         positions_BT = pass_.positions_BT.clamp(max=self.max_positions - 1)
         return functional.embedding(positions_BT + self.family.position_offset, self._positions.weight)
 
-    def _rotary_at(self, index: int, pass_: Pass, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    def rotary_at(self, index: int, pass_: Pass, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin of each position for one layer, looked up once per pass and kind of layer."""
         if self._rotary is None:
             return None

@@ -20,16 +20,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from selfspec.drafters.eagle3_head import Eagle3Head, HeadShape
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.data import write_atomically
 from selfspec.training.draft_vocab import read_draft_vocab
-from selfspec.training.eagle3_head import Eagle3Head, HeadShape
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
-from selfspec.training.losses import CHUNK, HeadLoss, acceptance, head_loss, restrict
+from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import reduced_head
+from selfspec.training.unrolled import ChainLoss, Step, embedded_steps, supervised_steps, unroll
 
 
 @dataclass
@@ -78,34 +79,10 @@ class Eagle3Trainee:
         self.module: nn.Module = self.head
 
     def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
-        total = batch.weight_N.new_zeros(())
-        for j, (hidden_BTM, at, rows) in enumerate(self._steps(batch)):
-            ids, logp = self._labels(batch, rows)
-            hidden = self.head.norm(hidden_BTM.flatten(0, 1)[at]).float()
-            weight = torch.ones(len(at), device=hidden.device)
-            total = total + self.options.decay**j * objective(hidden, self.head.lm_head.weight, ids, logp, weight)
-        return total
+        return self._chain().loss(self._steps(batch), batch, objective)
 
-    @torch.inference_mode()
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
-        result = Validation(self.options.num_steps)
-        for batch in batches:
-            by_start: dict[tuple[int, int], list[bool]] = {}  # (document, answer token) -> agreement by step
-            first_of: dict[int, int] = {}
-            for j, (hidden_BTM, at, rows) in enumerate(self._steps(batch)):
-                alpha, agree = self._quality(batch, hidden_BTM.flatten(0, 1)[at], rows)
-                if j == 0:
-                    result.add_positions(alpha, agree)
-                else:
-                    result.add_alpha(j, alpha)
-                documents, starts = batch.document_N[rows].tolist(), (rows - j).tolist()
-                for document, start, same in zip(documents, starts, agree, strict=True):
-                    first_of.setdefault(document, start)
-                    by_start.setdefault((document, start), []).append(same)
-            for document in sorted(greedy & set(first_of)):
-                starts = sorted(start for d, start in by_start if d == document)
-                result.add_greedy_starts([by_start[document, start] for start in starts])
-        return result
+        return self._chain().validate(batches, greedy, self._steps)
 
     def save(self, folder: Path) -> None:
         weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
@@ -123,48 +100,19 @@ class Eagle3Trainee:
         write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
         write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
 
-    def _steps(self, batch: Batch) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per step: hidden states `[B, T, M]`, the flat positions p that are supervised, and their teacher rows."""
+    def _chain(self) -> ChainLoss:
+        head, options = self.head, self.options
+        return ChainLoss(head.norm, head.lm_head.weight, self.place_V, options.num_steps, options.decay)
+
+    def _states(self, batch: Batch) -> list[Tensor]:
+        """The head's output `[B, T, M]` after each step, at every position."""
         assert batch.features_BTF is not None
-        rows, width = batch.token_ids_BT.shape
-        embedded = []
-        for j in range(self.options.num_steps):
-            ids = torch.nn.functional.pad(batch.token_ids_BT[:, 1 + j :], (0, 1 + j))
-            with torch.no_grad():
-                embedded.append(self.target.embed(ids).float())
-        seen_BTT = batch.attention_mask()[:, 0]
-        states = self.head.unroll(batch.features_BTF.float(), embedded, batch.positions_BT, seen_BTT)
-        num = int(batch.weight_N.sum())
-        row_of = torch.full((rows * width + self.options.num_steps + 1,), -1, device=seen_BTT.device)
-        row_of[batch.flat_N[:num]] = torch.arange(num, device=seen_BTT.device)
-        document = torch.nn.functional.pad(batch.document_BT.flatten(), (0, self.options.num_steps + 1), value=-2)
-        everywhere = torch.arange(rows * width, device=seen_BTT.device)
-        in_row = everywhere % width
-        steps = []
-        starts = row_of[everywhere + 1] >= 0  # a round may start here: token p+2 is an answer token
-        for j, hidden_BTM in enumerate(states):
-            label = everywhere + 1 + j
-            usable = (
-                starts & (row_of[label] >= 0) & (document[label] == document[everywhere]) & (in_row + 1 + j < width)
-            )
-            at = everywhere[usable]
-            steps.append((hidden_BTM, at, row_of[at + 1 + j]))
-        return steps
+        features_BTM = self.head.fc(batch.features_BTF.float())
+        embedded = embedded_steps(self.target, batch, self.options.num_steps)
+        return unroll(self.head, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0])
 
-    def _labels(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-        ids, logp = batch.teacher_ids_NK[rows], batch.teacher_logp_NK[rows]
-        return (ids, logp) if self.place_V is None else restrict(ids, logp, self.place_V)
-
-    def _quality(self, batch: Batch, hidden_NM: Tensor, rows: Tensor) -> tuple[list[float], list[bool]]:
-        """α and greedy agreement at the given positions, against the target's whole (not renormalised) distribution."""
-        alpha, agree = [], []
-        for part in torch.arange(len(rows), device=rows.device).split(CHUNK):
-            logits = self.head.lm_head(self.head.norm(hidden_NM[part])).float()
-            ids, logp = batch.teacher_ids_NK[rows[part]], batch.teacher_logp_NK[rows[part]]
-            places = ids if self.place_V is None else self.place_V[ids]
-            alpha.append(acceptance(logits, places.clamp(min=0), torch.where(places >= 0, logp.float(), -torch.inf)))
-            agree.append(logits.argmax(-1) == places[:, 0])
-        return torch.cat(alpha).tolist(), torch.cat(agree).tolist()
+    def _steps(self, batch: Batch) -> list[Step]:
+        return supervised_steps(self._states(batch), batch)
 
 
 def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:

@@ -16,7 +16,7 @@ from selfspec.target import Target, wrap_target
 from selfspec.training.batches import Batch, Batches
 from selfspec.training.data import Sample
 from selfspec.training.eagle3 import Eagle3Trainee, build_eagle3
-from selfspec.training.eagle3_head import Eagle3Head
+from selfspec.drafters.eagle3_head import Eagle3Head
 from selfspec.training.features import hidden_states
 from selfspec.training.job import train_draft
 from selfspec.training.teacher import distributions
@@ -45,16 +45,16 @@ def draft_one_by_one(
     repeat = head.shape.num_heads // head.shape.num_kv_heads
     hidden_1TM = head.fc(features_TF[: start + 1])[None]
     positions = torch.arange(start + 1)[None]
-    query, keys, values = head.keys_values(embedded_TM[None, 1 : start + 2], hidden_1TM, positions)
+    query, keys, values, _ = head.enter(embedded_TM[None, 1 : start + 2], hidden_1TM, positions)
     query, hidden, outputs = query[:, -1:], hidden_1TM[:, -1:], []
     for j in range(steps):
         if j:
             position = torch.tensor([[start + j]])
-            query, key, value = head.keys_values(embedded_TM[None, start + 1 + j][:, None], hidden, position)
+            query, key, value, _ = head.enter(embedded_TM[None, start + 1 + j][:, None], hidden, position)
             keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
         k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (keys, values))
         attended = torch.nn.functional.scaled_dot_product_attention(query.transpose(1, 2), k, v).transpose(1, 2)
-        hidden = head.finish(hidden, attended)
+        hidden = head.leave(hidden, attended)
         outputs.append(hidden[0, 0])
     return outputs
 
@@ -62,7 +62,7 @@ def draft_one_by_one(
 def test_unrolled_training_steps_are_what_drafting_one_by_one_computes(chat_target: Target, trainee: Eagle3Trainee):
     batch = batch_of(chat_target, SAMPLES, row_tokens=80)
     with torch.no_grad():
-        steps = [hidden[0] for hidden, _, _ in trainee._steps(batch)]
+        steps = [hidden_BTM[0] for hidden_BTM in trainee._states(batch)]
         for document, sample in enumerate(SAMPLES):
             begin = int((batch.document_BT[0] == document).nonzero()[0])
             length = len(sample.token_ids)

@@ -1,0 +1,171 @@
+"""Training-time test (EAGLE-3, Li et al. 2025): a layer that reads its own output, unrolled over the steps of a draft.
+
+Step j at text position p stands for the j-th draft of a round that began at p. It reads the output of step j−1 at the
+same p and the embedding of token p+1+j (the text's own: teacher-forced), sits at rotary position p+j, and attends to
+the step-0 keys up to p, made from true features, and to its own chain's later keys: exactly what a drafter's cache
+holds in that round. So one pass over known text trains all rounds that could begin in it.
+
+Memory: one [B, H, T, T] score matrix per step.
+
+Shape letters: B rows, T positions, H heads, G kv heads, D head dim, M width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from selfspec.target import Target
+from selfspec.training.batches import Batch
+from selfspec.training.evaluate import Validation
+from selfspec.training.losses import CHUNK, HeadLoss, acceptance, restrict
+
+Step = tuple[Tensor, Tensor, Tensor]  # hidden states [N, M] at the supervised positions, those (flat), teacher rows
+
+
+class Unrollable(Protocol):
+    """A draft's layer, cut where attention is."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    def enter(
+        self, embedded_BTM: Tensor, hidden_BTM: Tensor, positions_BT: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rotated queries `[B, T, H, D]`, rotated keys and values `[B, T, G, D]`, and the residual `[B, T, M]`."""
+
+    def leave(self, residual_BTM: Tensor, attended_BTHD: Tensor) -> Tensor:
+        """What is behind attention, up to the output `[B, T, M]`."""
+
+
+def unroll(
+    layer: Unrollable,
+    hidden_BTM: Tensor,
+    embedded: Sequence[Tensor],
+    positions_BT: Tensor,
+    seen_BTT: Tensor,
+    window: int | None = None,
+) -> list[Tensor]:
+    """The layer's output `[B, T, M]` after each step, at every position.
+
+    hidden: what step 0 reads; `embedded[j]`: embeddings of the tokens p+1+j; seen: which step-0 keys each query may see
+    (bool), of those at most `window` positions behind the step's own.
+    """
+    chain: list[tuple[Tensor, Tensor]] = []  # keys and values of every step so far, one per query head
+    outputs = []
+    for j, embedded_BTM in enumerate(embedded):
+        query, key, value, residual_BTM = layer.enter(embedded_BTM, hidden_BTM, positions_BT + j)
+        repeat = query.shape[2] // key.shape[2]
+        chain.append((key.repeat_interleave(repeat, dim=2), value.repeat_interleave(repeat, dim=2)))
+        first_key, first_value = chain[0]
+        visible_BTT = seen_BTT
+        if window is not None:
+            visible_BTT = seen_BTT & (positions_BT[:, :, None] + j - positions_BT[:, None] < window)
+        scores = torch.einsum("bthd,bshd->bhts", query, first_key)
+        scores = scores.masked_fill(~visible_BTT[:, None], -torch.inf)
+        own = [torch.einsum("bthd,bthd->bht", query, k)[..., None] for k, _ in chain[1:]]
+        weights = torch.softmax(torch.cat([scores, *own], -1).float() * layer.head_dim**-0.5, dim=-1)
+        weights = weights.to(first_value.dtype)
+        width = scores.shape[-1]
+        attended = torch.einsum("bhts,bshd->bthd", weights[..., :width], first_value)
+        for i, (_, v) in enumerate(chain[1:]):
+            attended = attended + weights[..., width + i].transpose(1, 2)[..., None] * v
+        hidden_BTM = layer.leave(residual_BTM, attended)
+        outputs.append(hidden_BTM)
+    return outputs
+
+
+def embedded_steps(target: Target, batch: Batch, num_steps: int) -> list[Tensor]:
+    """Embeddings of the tokens p+1+j for every step j, in float32."""
+    with torch.no_grad():
+        return [target.embed(F.pad(batch.token_ids_BT[:, 1 + j :], (0, 1 + j))).float() for j in range(num_steps)]
+
+
+def supervised_steps(states: Sequence[Tensor], batch: Batch) -> list[Step]:
+    """Of each step's states `[B, T, M]` those that are supervised: a round may begin at p, and its j-th draft is an
+    answer token.
+
+    The label of step j at p is the target's distribution after token p+1+j. A round begins where token p+2 belongs to
+    the answer: the first answer token always comes from the target, so its distribution is the first label.
+    """
+    rows, width = batch.token_ids_BT.shape
+    device, num_steps = batch.token_ids_BT.device, len(states)
+    num = int(batch.weight_N.sum())
+    row_of = torch.full((rows * width + num_steps + 1,), -1, device=device)
+    row_of[batch.flat_N[:num]] = torch.arange(num, device=device)
+    document = F.pad(batch.document_BT.flatten(), (0, num_steps + 1), value=-2)
+    everywhere = torch.arange(rows * width, device=device)
+    in_row = everywhere % width
+    starts = row_of[everywhere + 1] >= 0
+    steps = []
+    for j, hidden_BTM in enumerate(states):
+        label = everywhere + 1 + j
+        usable = starts & (row_of[label] >= 0) & (document[label] == document[everywhere]) & (in_row + 1 + j < width)
+        at = everywhere[usable]
+        steps.append((hidden_BTM.flatten(0, 1)[at], at, row_of[at + 1 + j]))
+    return steps
+
+
+@dataclass
+class ChainLoss:
+    """What the steps of an unrolled draft are trained on and judged by: Σ_j decay^j × the loss of step j.
+
+    norm: the draft's; head_VM: its output matrix, trained or frozen; place_V: each token's place in a reduced
+    vocabulary, or −1 (p is renormalised on it for the loss, not for α).
+    """
+
+    norm: Callable[[Tensor], Tensor]
+    head_VM: Tensor
+    place_V: Tensor | None
+    num_steps: int
+    decay: float
+
+    def loss(self, steps: Iterable[Step], batch: Batch, objective: HeadLoss) -> Tensor:
+        total = batch.weight_N.new_zeros(())
+        for j, (hidden_NM, _, rows) in enumerate(steps):
+            ids, logp = batch.teacher_ids_NK[rows], batch.teacher_logp_NK[rows]
+            if self.place_V is not None:
+                ids, logp = restrict(ids, logp, self.place_V)
+            weight = torch.ones(len(rows), device=hidden_NM.device)
+            step = objective(self.norm(hidden_NM).float(), self.head_VM, ids, logp, weight)
+            total = total + self.decay**j * step
+        return total
+
+    @torch.inference_mode()
+    def validate(
+        self, batches: Iterable[Batch], greedy: set[int], steps_of: Callable[[Batch], Iterable[Step]]
+    ) -> Validation:
+        result = Validation(self.num_steps)
+        for batch in batches:
+            by_start: dict[tuple[int, int], list[bool]] = {}  # (document, answer token) -> agreement by step
+            first_of: dict[int, int] = {}
+            for j, (hidden_NM, _, rows) in enumerate(steps_of(batch)):
+                alpha, agree = self._quality(batch, hidden_NM, rows)
+                if j == 0:
+                    result.add_positions(alpha, agree)
+                else:
+                    result.add_alpha(j, alpha)
+                documents, starts = batch.document_N[rows].tolist(), (rows - j).tolist()
+                for document, start, same in zip(documents, starts, agree, strict=True):
+                    first_of.setdefault(document, start)
+                    by_start.setdefault((document, start), []).append(same)
+            for document in sorted(greedy & set(first_of)):
+                starts = sorted(start for d, start in by_start if d == document)
+                result.add_greedy_starts([by_start[document, start] for start in starts])
+        return result
+
+    def _quality(self, batch: Batch, hidden_NM: Tensor, rows: Tensor) -> tuple[list[float], list[bool]]:
+        """α and greedy agreement at the given positions, against the target's whole (not renormalised) distribution."""
+        alpha, agree = [], []
+        for part in torch.arange(len(rows), device=rows.device).split(CHUNK):
+            logits = F.linear(self.norm(hidden_NM[part]), self.head_VM).float()
+            ids, logp = batch.teacher_ids_NK[rows[part]], batch.teacher_logp_NK[rows[part]]
+            places = ids if self.place_V is None else self.place_V[ids]
+            alpha.append(acceptance(logits, places.clamp(min=0), torch.where(places >= 0, logp.float(), -torch.inf)))
+            agree.append(logits.argmax(-1) == places[:, 0])
+        return torch.cat(alpha).tolist(), torch.cat(agree).tolist()

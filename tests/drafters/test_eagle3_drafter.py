@@ -1,0 +1,243 @@
+"""The eagle3 drafter: lossless, and its drafts are those of the head run from scratch on true features every round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from layer_drafts import chained_drafts, features_of, random_draft, random_trainee
+from selfspec import Decoder, Sampling, UserError, decode, load_drafter, wrap_target
+from selfspec.decoding.drafting import Drafting
+from selfspec.decoding.round import decode_round, prefill
+from selfspec.decoding.rows import Rows
+from selfspec.decoding.sampler import Sampler
+from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.drafters.eagle3 import FeatureState
+from selfspec.lookahead import Plan
+from selfspec.sampling import build_rule, build_transforms
+from tiny_models import EOS_TOKEN_ID, prompt_ids, tiny_llama, tiny_qwen3
+
+LAYERS = (0, 2, 4)
+OPTIONS = {"feature_layers": LAYERS, "num_steps": 2}
+FEW = 7  # tokens in all, so that a random head is often right
+
+
+@pytest.fixture(scope="module")
+def target():
+    return wrap_target(tiny_llama(vocab_size=FEW), name="tiny")
+
+
+@pytest.fixture(scope="module", params=[None, 4], ids=["all_tokens", "reduced"])
+def draft(request, target, tmp_path_factory):
+    """Trainee and drafter of the same weights."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    trainee = random_trainee("eagle3", target, folder, d_vocab=request.param, **OPTIONS)
+    trainee.save(folder)
+    return trainee, load_drafter(folder, target)
+
+
+def prompt(length: int) -> list[int]:
+    return prompt_ids(length, seed=length, vocab_size=FEW)
+
+
+def from_scratch(target, trainee, context: list[int], num_drafted: int) -> list[int]:
+    features = features_of(target, context[:-1], LAYERS) if len(context) > 1 else torch.zeros(1, 0, 3 * target.width)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        logits = trainee.head.lm_head(trainee.head.norm(hidden))
+        if trainee.token_ids is None:
+            return logits
+        spread = torch.full((1, 1, target.vocab_size), -torch.inf)
+        spread[..., trainee.token_ids] = logits
+        return spread
+
+    return chained_drafts(target, trainee.head, trainee.head.fc(features), logits_of, context, num_drafted)
+
+
+class Watched:
+    """Compares every round's drafts with those made from scratch."""
+
+    def __init__(self, target, trainee, prompts):
+        self.target, self.trainee = target, trainee
+        self.texts = [list(ids) for ids in prompts]
+        self.accepted, self.rejected = 0, 0
+
+    def __call__(self, event):
+        text = self.texts[event.request.index]
+        assert event.drafted_ids == from_scratch(self.target, self.trainee, text, len(event.drafted_ids))
+        text += event.emitted_ids
+        self.accepted += event.record.num_accepted
+        self.rejected += event.record.num_accepted < event.record.num_drafted
+
+
+@pytest.mark.parametrize("num_drafted, rows, cache", [(1, 3, "contiguous"), (2, 1, "contiguous"), (5, 3, "paged")])
+@torch.inference_mode()
+def test_drafts_are_those_of_the_head_run_from_scratch_every_round(target, draft, num_drafted, rows, cache):
+    trainee, drafter = draft
+    prompts = [prompt(length) for length in (1, 2, 65, 66, 130)]
+    watched = Watched(target, trainee, prompts)
+    options = dict(max_new_tokens=10, ignore_eos=True)
+    outputs = decode(
+        target,
+        drafter,
+        prompts,
+        lookahead=num_drafted,
+        max_batch_rows=rows,
+        cache=cache,
+        on_round=watched,
+        **options,
+    )
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in decode(target, None, prompts, **options)]
+    assert watched.accepted > 5 and watched.rejected > 5
+
+
+def test_a_further_turn_of_a_chat_leaves_nothing_of_the_text_it_replaced(target, draft):
+    """The last token that stays was followed by another one before: its keys and values have to be made anew."""
+    trainee, drafter = draft
+    decoder = Decoder(target, drafter, capacity=160)
+    first = prompt(20)
+    output = decoder.decode([first], max_new_tokens=10, ignore_eos=True, reuse=True)[0]
+    text = first + output.token_ids
+    other = [(text[12] + 1) % FEW]
+    for turn, reused in (([*text, *prompt(9)], len(text) - 1), ([*text[:12], *other, *prompt(5)], 11)):
+        watched = Watched(target, trainee, [turn])
+        again = decoder.decode([turn], max_new_tokens=10, ignore_eos=True, reuse=True, on_round=watched)[0]
+        assert again.num_reused_tokens == reused
+        assert again.token_ids == decode(target, None, [turn], max_new_tokens=10, ignore_eos=True)[0].token_ids
+
+
+@pytest.mark.parametrize("num_drafted", [1, 4])
+@torch.inference_mode()
+def test_state_after_rounds_is_that_of_a_prefill_of_the_committed_text(target, draft, num_drafted):
+    _, drafter = draft
+    sampler = Sampler(build_transforms(Sampling(), None, FEW), build_rule("auto", Sampling()), seed=0)
+    rows, watch = Rows(target, 2, 100), Stopwatch(target.device)
+    drafter.start(rows)
+    for row, ids in enumerate((prompt(9), prompt(12))):
+        rows.place(row, ids, 60, row)
+        prefill(target, drafter, rows, row, 0, len(ids) - 1)
+    watch.start()
+    for _ in range(7):
+        decode_round(target, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, watch)
+    for row in range(2):
+        length = int(rows.lengths_B[row])
+        text = rows.tokens_BS[row, : length + 1].tolist()
+        fresh = Rows(target, 1, 100)
+        drafter.start(fresh)
+        fresh.place(0, text, 10, 0)
+        prefill(target, drafter, fresh, 0, 0, length)
+        used, new = rows.draft_state, fresh.draft_state
+        assert isinstance(used, FeatureState) and isinstance(new, FeatureState)
+        torch.testing.assert_close(used.output_BM[row], new.output_BM[0], rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(
+            used.cache.visible(0, slice(row, row + 1), 64), new.cache.visible(0, slice(0, 1), 64), strict=True
+        ):
+            torch.testing.assert_close(ours[:, :, :length], theirs[:, :, :length], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_idle_rows_keep_their_state(target, draft):
+    _, drafter = draft
+    sampler = Sampler(build_transforms(Sampling(), None, FEW), build_rule("auto", Sampling()), seed=0)
+    rows, watch = Rows(target, 2, 100), Stopwatch(target.device)
+    drafter.start(rows)
+    for row in range(2):
+        rows.place(row, prompt(9 + row), 60, row)
+        prefill(target, drafter, rows, row, 0, 8 + row)
+    rows.pause(0)
+    watch.start()
+    state = rows.draft_state
+    before = state.output_BM.clone(), state.cache.visible(0, slice(0, 1), 64)[0].clone()
+    decode_round(target, drafter, rows, Drafting(rows, Plan(3), sampler), sampler, watch)
+    assert torch.equal(state.output_BM[0], before[0][0]) and not torch.equal(state.output_BM[1], before[0][1])
+    assert torch.equal(state.cache.visible(0, slice(0, 1), 64)[0], before[1])
+
+
+RULES = {
+    "greedy": dict(),
+    "rejection": dict(sampling=Sampling(temperature=0.9, top_p=0.95)),
+    "coupled": dict(sampling=Sampling(temperature=0.9), acceptance="coupled"),
+    "block": dict(sampling=Sampling(temperature=0.9), acceptance="block"),
+    "typical": dict(sampling=Sampling(temperature=0.9), acceptance="typical"),
+}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_acceptance_rule_takes_its_drafts(target, draft, rule):
+    _, drafter = draft
+    prompts = [prompt(length) for length in (3, 1, 70)]
+    options = dict(max_new_tokens=20, ignore_eos=True, **RULES[rule])
+    outputs = decode(target, drafter, prompts, lookahead=3, max_batch_rows=2, **options)
+    assert all(len(output.token_ids) == 20 for output in outputs)
+    rounds = [record for output in outputs for record in output.rounds]
+    assert sum(r.num_accepted for r in rounds) > 0 and any(r.num_accepted < r.num_drafted for r in rounds)
+    if rule in ("greedy", "coupled"):
+        expected = decode(target, None, prompts, **options)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
+def test_a_family_that_is_not_packed_as_a_layer_can_still_have_one(tmp_path):
+    """The head is a Llama layer of its own whatever the target is, here with other head sizes than the width says."""
+    target = wrap_target(tiny_qwen3(vocab_size=FEW), name="tiny-qwen3")
+    trainee = random_trainee("eagle3", target, tmp_path, **OPTIONS)
+    trainee.save(tmp_path)
+    watched = Watched(target, trainee, [prompt(9)])
+    decode(
+        target,
+        load_drafter(tmp_path, target),
+        [prompt(9)],
+        max_new_tokens=20,
+        ignore_eos=True,
+        lookahead=3,
+        on_round=watched,
+    )
+
+
+def test_its_memory_is_foretold(target, draft):
+    _, drafter = draft
+    weights, state = drafter.draft_bytes(3, 100)
+    rows = Rows(target, 3, 100)
+    drafter.start(rows)
+    assert state == rows.draft_state.cache.kv_bytes + rows.draft_state.output_BM.nbytes
+    kept = sum(p.nbytes for name, p in draft[0].head.named_parameters() if "norm" not in name)
+    assert weights == kept
+
+
+def damaged(target, folder: Path, config=None, weights=None) -> Path:
+    random_draft("eagle3", target, folder, **OPTIONS)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (config or {})))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in (weights or {}).items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(target, tmp_path):
+    other = wrap_target(tiny_llama(vocab_size=FEW, seed=1), name="other")
+    shape = json.loads((damaged(target, tmp_path / "whole") / "config.json").read_text())["shape"]
+    cases = {
+        "layers": (dict(config={"feature_layers": [0, 1]}), "three layers"),
+        "deep": (dict(config={"feature_layers": [0, 1, 5]}), "from 0 to 4"),
+        "missing": (dict(weights={"fc.weight": None}), "lacks fc.weight"),
+        "unused": (dict(weights={"d2t": torch.zeros(3)}), "holds d2t"),
+        "shape": (dict(weights={"fc.weight": torch.zeros(3, 3)}), r"fc.weight has shape \(3, 3\)"),
+        "narrow": (dict(config={"shape": shape | {"head_dim": 4}}), "has shape"),
+        "strange": (dict(config={"shape": shape | {"experts": 4}}), "not an eagle3 head's"),
+        "vocab": (dict(config={"d_vocab": 3}), "d_vocab=3"),
+        "kind": (dict(config={"kind": "exit_adapter"}), "lacks 'exit_layer'"),
+    }
+    for name, (change, message) in cases.items():
+        with pytest.raises(UserError, match=message):
+            load_drafter(damaged(target, tmp_path / name, **change), target)
+    with pytest.raises(UserError, match="fingerprint"):
+        load_drafter(tmp_path / "whole", other)
+    assert EOS_TOKEN_ID < FEW
