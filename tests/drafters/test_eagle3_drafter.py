@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_drafts import chained_drafts, features_of, random_draft, random_trainee
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from layer_drafts import chained_drafts, features_of, random_draft, random_trainee
 from selfspec import Decoder, Sampling, UserError, decode, load_drafter, wrap_target
 from selfspec.decoding.drafting import Drafting
 from selfspec.decoding.round import decode_round, prefill

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layer_drafts import features_of, random_draft, random_trainee
 from torch import nn
 
-from layer_drafts import features_of, random_draft, random_trainee
 from selfspec import Decoder, Sampling, UserError, decode, load_drafter, wrap_target
 from selfspec.training.trainee import build_trainee
 from tiny_models import FAMILIES, prompt_ids, tiny_llama, tiny_model

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import tiny_models
+from selfspec.drafters.eagle3_head import Eagle3Head
 from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
 from selfspec.training.batches import Batch, Batches
 from selfspec.training.data import Sample
 from selfspec.training.eagle3 import Eagle3Trainee, build_eagle3
-from selfspec.drafters.eagle3_head import Eagle3Head
 from selfspec.training.features import hidden_states
 from selfspec.training.job import train_draft
 from selfspec.training.teacher import distributions
