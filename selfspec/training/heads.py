@@ -84,6 +84,7 @@ class HeadsTrainee:
     ) -> None:
         self.kind, self.target, self.options, self.token_ids = kind, target, options, token_ids
         self.feature_layers: tuple[int, ...] = (target.num_layers,)
+        self.num_positions = options.num_heads
         self.module: nn.Module = module
         self.states = states
         self.head_VM, self.place_V = reduced_head(target, token_ids)

@@ -24,7 +24,7 @@ from selfspec.training.identity import target_identity
 from selfspec.training.processes import Processes
 from selfspec.training.self_prompts import template_of
 from selfspec.training.teacher import teachers_for
-from selfspec.training.trainee import Described, Trainee, build_trainee
+from selfspec.training.trainee import Described, Positioned, Trainee, build_trainee
 from selfspec.training.trainer import ALONE, TrainConfig, train
 
 HOW_OFTEN = ("log_every", "checkpoint_every")  # settings that a run may be continued without
@@ -50,6 +50,7 @@ def train_draft(
     trainee = build_trainee(kind, target, draft_options)  # first: it is where most mistakes show
     trainee.module.to(target.device)
     dataset = load_dataset(data)
+    _check_positions(trainee, dataset.train)
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
     settings = {name: value for name, value in asdict(config).items() if name not in HOW_OFTEN}
@@ -131,6 +132,17 @@ def _save(trainee: Trainee, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_positions(trainee: Trainee, samples: list[Sample]) -> None:
+    """A head beyond every answer's end would never see a label, and would be saved as it was drawn."""
+    longest = max(sample.answer_len for sample in samples)
+    if isinstance(trainee, Positioned) and trainee.num_positions > longest:
+        raise UserError(
+            f"The draft has {trainee.num_positions} positions (heads, or unrolled steps), but no answer in the data is "
+            f"longer than {longest} tokens: the last ones would never be trained. Give fewer, or data with longer "
+            "answers."
+        )
 
 
 def _first(samples: list[Sample], answer_tokens: int) -> list[Sample]:

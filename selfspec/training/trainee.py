@@ -38,6 +38,13 @@ class Scheduled(Protocol):
 
 
 @runtime_checkable
+class Positioned(Protocol):
+    """A trainee with a head or an unrolled step for each draft position, each with labels of its own."""
+
+    num_positions: int
+
+
+@runtime_checkable
 class Described(Protocol):
     """A trainee with more to say on its card than the usual measures."""
 

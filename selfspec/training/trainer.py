@@ -99,6 +99,8 @@ def train(
             remove_partials(folder)
         at = read_state(folder, named, optimizers, run_key)
     log = _Log(folder / LOG, at.step, report) if processes.first else None
+    if log and at.step == 0:
+        log.write(step=0, **_held_out(validate(False)))
     trained_tokens, begun = 0, time.perf_counter()
     while at.step < config.steps and not at.stopped:
         batches = [train_batches.at(at.step * config.accumulate + share) for share in shares]
@@ -178,7 +180,7 @@ class _Log:
                 record = json.loads(line)
             except json.JSONDecodeError:  # torn by a kill
                 continue
-            if record["step"] <= step and "kept_step" not in record:
+            if record["step"] <= step and step > 0 and "kept_step" not in record:
                 kept.append(line)
         write_atomically(path, lambda partial: partial.write_text("".join(f"{line}\n" for line in kept)))
 

@@ -133,7 +133,7 @@ def test_accumulated_steps_equal_one_large_batch(chat_target: Target, data_folde
 
 
 def checks_that_say(taus: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The held-out checks of a run, in their order; the last one is of all the text, when training is over."""
+    """The held-out checks of a run: the first before training, the last after it, on all of the text."""
     waiting = list(taus)
 
     def summary(_: Validation) -> dict[str, Any]:
@@ -166,12 +166,12 @@ def test_training_stops_when_checks_get_no_better_and_keeps_the_best_weights(
         real(folder, named, step)
 
     monkeypatch.setattr(trainer_module, "write_best", remembers)
-    checks_that_say([1.2, 1.5, 1.4, 1.5, 9.9], monkeypatch)
+    checks_that_say([1.7, 1.2, 1.5, 1.4, 1.5, 9.9], monkeypatch)
     config = replace(CONFIG, validate_every=2, patience=2)
     summary = train_draft(chat_target, "independent", DRAFT, config, data, tmp_path / "o", "c", quiet)
     assert summary["stopped_early"] and summary["kept_step"] == 4 and sorted(kept) == [2, 4]
     log = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in log if "held_out_alpha" in record] == [2, 4, 6, 8, 8]
+    assert [record["step"] for record in log if "held_out_alpha" in record] == [0, 2, 4, 6, 8, 8]
     assert log[-1]["kept_step"] == 4 and log[-1]["held_out_greedy_tau"] == 9.9
     assert "8 steps; these are the weights of step 4" in (tmp_path / "o" / "README.md").read_text()
     saved = load_file(tmp_path / "o" / "model.safetensors")
@@ -193,7 +193,7 @@ def test_patience_is_counted_across_a_kill(
         if record.get("step") == 7:
             raise Killed
 
-    checks_that_say([1.5, 1.4, 1.3], monkeypatch)
+    checks_that_say([1.0, 1.5, 1.4, 1.3], monkeypatch)
     with pytest.raises(Killed):
         train_draft(*args, dies)
     checks_that_say([1.2, 2.0], monkeypatch)  # the third one without a better, at step 8; then all of the text
