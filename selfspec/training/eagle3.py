@@ -6,6 +6,10 @@ the first answer token: it is supervised, positions before it are not. Step j is
 p+1+j, where that is still inside the answer. Tokens are the text's own (teacher-forced), hidden states the head's own.
 
 Loss: Σ_j decay^j × the loss of step j (`selfspec.training.losses`), p renormalised on the draft vocabulary.
+
+Start: with init=target the layer begins as the target's last one on its highest features (the half of its doubled input
+that reads the embedding begins small, and `fc` selects), with the target's final norm; the output matrix begins as the
+target's in any case.
 """
 
 from __future__ import annotations
@@ -29,8 +33,16 @@ from selfspec.training.draft_vocab import read_draft_vocab
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss
-from selfspec.training.packed import reduced_head
-from selfspec.training.unrolled import ChainLoss, Step, embedded_steps, supervised_steps, unroll
+from selfspec.training.packed import TRAINABLE, LayerRunner, reduced_head
+from selfspec.training.unrolled import (
+    ChainLoss,
+    Step,
+    behind_attention,
+    embedded_steps,
+    rotate,
+    supervised_steps,
+    unroll,
+)
 
 
 @dataclass
@@ -41,6 +53,7 @@ class Eagle3Options:
     intermediate_size: int | None = None  # null: the target's
     num_steps: int = 3
     decay: float = 0.8
+    init: str | None = None  # target | random; null: target where it has a layer of this kind
     draft_vocab: str | None = None
     d_vocab: int | None = None
     seed: int = 0
@@ -51,6 +64,7 @@ class Eagle3Trainee:
         self.target, self.options, self.token_ids = target, options, token_ids
         layers = options.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
         self.feature_layers: tuple[int, ...] = tuple(layers)
+        self.num_positions = options.num_steps
         head_VM, self.place_V = reduced_head(target, token_ids)
         config, shape = target.config, target.layer_shapes[0]
         rope = getattr(config, "rope_parameters", None) or {}
@@ -68,14 +82,11 @@ class Eagle3Trainee:
                 d_vocab=len(head_VM),
             )
         )
+        draw_weights(self.head, options.seed)
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(options.seed)
-            for name, parameter in self.head.named_parameters():
-                if parameter.dim() == 2:
-                    nn.init.normal_(parameter, std=0.02, generator=generator)
-                    if name.endswith(("o_proj.weight", "down_proj.weight")):
-                        parameter.mul_(0.5)
             self.head.lm_head.weight.copy_(head_VM.cpu())
+        if options.init != "random" and can_begin_as_target(target, self.head, options.init):
+            begin_as_target(self.head, LayerRunner(target), target.num_layers - 1)
         self.module: nn.Module = self.head
 
     def loss(self, batch: Batch, objective: HeadLoss = head_loss) -> Tensor:
@@ -104,15 +115,87 @@ class Eagle3Trainee:
         head, options = self.head, self.options
         return ChainLoss(head.norm, head.lm_head.weight, self.place_V, options.num_steps, options.decay)
 
+    @property
+    def unrollable(self) -> UnrolledHead:
+        return UnrolledHead(self.head)
+
     def _states(self, batch: Batch) -> list[Tensor]:
         """The head's output `[B, T, M]` after each step, at every position."""
         assert batch.features_BTF is not None
         features_BTM = self.head.fc(batch.features_BTF.float())
         embedded = embedded_steps(self.target, batch, self.options.num_steps)
-        return unroll(self.head, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0])
+        return unroll(self.unrollable, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0])
 
     def _steps(self, batch: Batch) -> list[Step]:
         return supervised_steps(self._states(batch), batch)
+
+
+@dataclass
+class UnrolledHead:
+    """The head's layer, cut where attention is."""
+
+    head: Eagle3Head
+
+    @property
+    def head_dim(self) -> int:
+        return self.head.shape.head_dim
+
+    def enter(
+        self, embedded_BTM: Tensor, hidden_BTM: Tensor, positions_BT: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        layer, shape = self.head.layer, self.head.shape
+        joined = torch.cat([layer.input_layernorm(embedded_BTM), layer.hidden_norm(hidden_BTM)], dim=-1)
+        half = torch.arange(shape.head_dim // 2, device=positions_BT.device, dtype=torch.float32)
+        angles = positions_BT[..., None].float() * shape.rope_theta ** (-half / len(half))
+        angles = torch.cat([angles, angles], -1)
+        attention, heads = layer.self_attn, (-1, shape.head_dim)
+        query = rotate(attention.q_proj(joined).unflatten(-1, heads), angles.cos(), angles.sin())
+        key = rotate(attention.k_proj(joined).unflatten(-1, heads), angles.cos(), angles.sin())
+        return query, key, attention.v_proj(joined).unflatten(-1, heads), hidden_BTM
+
+    def leave(self, residual_BTM: Tensor, attended_BTHD: Tensor) -> Tensor:
+        return behind_attention(self.head.layer, residual_BTM, attended_BTHD)
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, seed: int) -> None:
+    """Matrices from a normal distribution of width 0.02, half of that where they write into the residual."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.5)
+
+
+def can_begin_as_target(target: Target, head: Eagle3Head, init: str | None) -> bool:
+    """Whether the target's last layer has the shape of the head's. UserError where that was asked for."""
+    same_mlp = head.shape.intermediate_size == getattr(target.config, "intermediate_size", None)
+    if target.config.model_type in TRAINABLE and same_mlp:
+        return True
+    if init == "target":
+        raise UserError(
+            f"draft.init=target needs a target of type {', '.join(TRAINABLE)} (given: {target.config.model_type}) and "
+            f"its intermediate_size ({head.shape.intermediate_size} here). Use draft.init=random."
+        )
+    return False
+
+
+@torch.no_grad()
+def begin_as_target(head: Eagle3Head, runner: LayerRunner, index: int) -> None:
+    """Weights of the target's layer `index`; `fc` hands it the last of the features as they are."""
+    source: Any = runner.copy_layer(index)
+    layer, width = head.layer, head.shape.width
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(layer.self_attn, name).weight[:, width:] = getattr(source.self_attn, name).weight
+    layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight)
+    layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+    layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+    head.norm.weight.copy_(runner.copy_norm().weight)
+    head.fc.weight.zero_()
+    head.fc.weight[:, -width:] = torch.eye(width)
 
 
 def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
@@ -126,6 +209,8 @@ def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
         raise UserError(f"draft.feature_layers={list(layers)} must be three layers from 0 to {target.num_layers}.")
     if target.num_layers < 4 and layers is None:
         raise UserError(f"{target.name} has {target.num_layers} layers; give draft.feature_layers yourself.")
+    if typed.init not in (None, "target", "random"):
+        raise UserError(f"draft.init={typed.init!r} is unknown. Allowed: target, random, or null.")
     if typed.num_steps < 1:
         raise UserError(f"draft.num_steps={typed.num_steps} must be at least 1.")
     if (typed.draft_vocab is None) != (typed.d_vocab is None):
