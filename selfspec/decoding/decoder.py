@@ -12,7 +12,8 @@ from itertools import zip_longest
 from typing import Any
 
 from selfspec.cache import Storage, make_cache, storage_for
-from selfspec.decoding.budget import call_of, refuse_if_too_large
+from selfspec.cache.estimate import Estimate
+from selfspec.decoding.budget import call_of, estimate_call, refuse_if_too_large
 from selfspec.decoding.graphs import check_mode
 from selfspec.decoding.loop import RoundEvent, run_requests
 from selfspec.decoding.processors import GuardedProcessors
@@ -29,7 +30,7 @@ from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
 from selfspec.drafters import Drafter, NoDraft
-from selfspec.drafters.base import Foretold
+from selfspec.drafters.base import Foretold, Limited
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Sampling, build_rule, build_transforms
@@ -120,10 +121,12 @@ class Decoder:
             requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
+        lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
+        check_reach(self.drafter, lengths)
         if isinstance(self.drafter, Foretold):
             self.drafter.check(rule)
             self.drafter.learn(self._autoregressive(requests, sampler, stop, eos))
-        rows = self._rows_for(requests, round_width(self.drafter, policy), eos, sampler)
+        rows = self._rows_for(lengths, round_width(self.drafter, policy), eos, sampler)
         if not reuse:
             rows.cache.forget()
         try:
@@ -144,19 +147,54 @@ class Decoder:
             raise
         return [outputs[index] for index in range(len(requests))]
 
+    def estimate(
+        self,
+        prompts: Sequence[Prompt | int],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        lookahead: int | str | dict[str, Any] | Lookahead = 4,
+        sampling: Sampling | None = None,
+        acceptance: str = "auto",
+    ) -> Estimate:
+        """The memory of decoding these prompts, in bytes, before anything is allocated: weights, keys and values (and
+        per token), the draft's own, the rows' and working memory (`selfspec.cache.estimate`). A number stands for a
+        prompt of so many tokens.
+
+        Raises UserError as `decode` would, except for what does not fit: ask `allocated_bytes`.
+        """
+        counts = token_counts(max_new_tokens, len(prompts))
+        sampling = sampling if sampling is not None else Sampling()
+        sampler = Sampler(build_transforms(sampling, None, self.target.vocab_size), build_rule(acceptance, sampling))
+        width = round_width(self.drafter, lookahead_for(self.drafter, lookahead))
+        lengths = []
+        for prompt, count in zip(prompts, counts, strict=True):
+            num_tokens = prompt if isinstance(prompt, int) else len(encode_prompt(self.target, prompt))
+            check_length(self.target, num_tokens, count)
+            lengths.append(num_tokens + count)
+        check_reach(self.drafter, lengths)
+        needs = self._needs(lengths or [1], width)
+        return estimate_call(
+            self.target, self.drafter, call_of(self.target, self.storage, self.max_batch_rows, needs, width, sampler)
+        )
+
     def _autoregressive(
         self, requests: Sequence[Request], sampler: Sampler, stop: StopStrings, eos: Sequence[int]
     ) -> list[list[int]]:
         """Prompt and plain output of every request, on a cache that is gone afterwards."""
-        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos, sampler)
+        lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
+        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(lengths, 1, eos, sampler)
         at_once = [replace(request, arrival_s=0.0) for request in requests]
         outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once, mode=self.mode)
         return [request.prompt_ids + outputs[request.index].token_ids for request in requests]
 
-    def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int], sampler: Sampler) -> Rows:
+    def _needs(self, lengths: Sequence[int], width: int) -> list[int]:
+        """What the cache is made for: per row the longest request (prompt and output) so far, and one round."""
+        needs = sorted((length + width for length in lengths), reverse=True)
+        return [max(pair) for pair in zip_longest(self._longest, needs[: self.max_batch_rows], fillvalue=0)]
+
+    def _rows_for(self, lengths: Sequence[int], width: int, eos: Sequence[int], sampler: Sampler) -> Rows:
         """The rows there are, if their cache has room for these requests; else new ones if there is memory for them."""
-        needs = sorted((len(r.prompt_ids) + r.max_new_tokens + width for r in requests), reverse=True)
-        longest = [max(pair) for pair in zip_longest(self._longest, needs[: self.max_batch_rows], fillvalue=0)]
+        longest = self._needs(lengths, width)
         total_slots = self.storage.total_slots(self.max_batch_rows, longest)  # may refuse
         if self.rows is None or self.rows.capacity < longest[0] or self.rows.cache.total_slots < total_slots:
             call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler)
@@ -236,13 +274,26 @@ def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Looka
         raise UserError(
             f"The drafter {drafter.name!r} drafts at most {drafter.max_drafted} tokens; lookahead={policy.max_drafted}."
         )
+    if exit_layers := getattr(policy, "exit_layers", None):
+        check_exit = getattr(drafter, "check_exit", None)
+        if check_exit is None:
+            raise UserError(f"The lookahead chooses among exit layers, but {drafter.name!r} has one exit or none.")
+        for exit_layer in exit_layers:
+            check_exit(exit_layer)
     return policy
 
 
 def capacity_for(drafter: Drafter, policy: Lookahead, requests: Sequence[Request]) -> int:
     """Tokens a row must hold: the longest prompt with its output, and one round."""
-    longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
-    return longest + round_width(drafter, policy)
+    lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
+    check_reach(drafter, lengths)
+    return max(lengths) + round_width(drafter, policy)
+
+
+def check_reach(drafter: Drafter, lengths: Sequence[int]) -> None:
+    """UserError when the drafter cannot serve the longest of these requests (prompt and output)."""
+    if isinstance(drafter, Limited):
+        drafter.check_capacity(max(lengths, default=0))
 
 
 def round_width(drafter: Drafter, policy: Lookahead) -> int:

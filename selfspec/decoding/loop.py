@@ -79,6 +79,7 @@ def run_requests(
     rounds = choose_rounds(drafter, rows, sampler, mode, stopping)
     stopwatch = Stopwatch(rows.device, wait=rounds.lag == 0)
     in_flight: deque[tuple[Read, Plan, dict[int, Running]]] = deque()
+    num_undrafted = 0  # rounds since the last draft
     begin_s = stopwatch.now()
     while waiting or running:
         if not running:
@@ -95,7 +96,8 @@ def run_requests(
         stopwatch.start()
         plan = Plan(0) if drafter.max_drafted == 0 else lookahead.choose()
         rows.reserve(plan.num_drafted + 1, rounds.lag)
-        in_flight.append((rounds(plan, stopwatch), plan, decoding))
+        in_flight.append((rounds(plan.after(num_undrafted), stopwatch), plan, decoding))
+        num_undrafted = 0 if plan.num_drafted else num_undrafted + 1
         if len(in_flight) <= rounds.lag:
             continue
         read, plan, occupants = in_flight.popleft()

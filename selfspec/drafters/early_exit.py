@@ -47,18 +47,27 @@ class EarlyExit:
     def __init__(
         self, target: Target, exit_layer: int, d_vocab: int | None = None, draft_vocab: str | None = None
     ) -> None:
-        if not 1 <= exit_layer < target.num_layers:
-            raise UserError(
-                f"exit_layer={exit_layer} is not possible with {target.name}, which has {target.num_layers} layers: "
-                f"allowed are 1 to {target.num_layers - 1}."
-            )
         self.target = target
+        self.check_exit(exit_layer)
         self.exit_layer = exit_layer
         self._reduced_head: Callable[[Tensor], Tensor] | None = None
+        self._head_bytes = 0
         if d_vocab is not None:
             self._reduced_head = target.reduced_head(draft_token_ids(target, d_vocab, draft_vocab))
+            self._head_bytes = d_vocab * target.width * target.dtype.itemsize
         elif draft_vocab is not None:
             raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        return self._head_bytes, 0
+
+    def check_exit(self, exit_layer: int) -> None:
+        """UserError unless the target has layers before and behind that exit."""
+        if not 1 <= exit_layer < self.target.num_layers:
+            raise UserError(
+                f"exit_layer={exit_layer} is not possible with {self.target.name}, which has {self.target.num_layers} "
+                f"layers: allowed are 1 to {self.target.num_layers - 1}."
+            )
 
     def start(self, rows: Rows) -> None:
         rows.draft_state = None

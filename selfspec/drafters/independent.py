@@ -4,7 +4,7 @@ self-speculation.
 Leviathan et al. 2023. After a round in which everything was accepted, the draft model has not run the last drafted
 token. Instead of a special case, every round starts with a pass over *two* tokens, the one before the pending token
 and the pending token, which rewrites a slot with what it already holds (or fills the missing one): shapes stay fixed
-and nothing is ever missing.
+and nothing is ever missing. After rounds without a draft that pass is as much wider (`Plan.behind`).
 
 Cost: K steps of the small model, and a second prompt pass and cache.
 """
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from selfspec.cache import KVCache
+from selfspec.cache import KVCache, kv_bytes_per_slot
+from selfspec.cache.storage import slots_for
 from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target
@@ -45,15 +46,19 @@ class Independent:
         self.model = model
 
     def check_capacity(self, num_tokens: int) -> None:
-        """UserError unless the draft model has positions for prompt, output and one draft."""
+        """UserError unless the draft model has positions for prompt and output."""
         if num_tokens > self.model.max_positions:
             raise UserError(
-                f"The draft model {self.model.name} has {self.model.max_positions} positions; prompt, output and one "
-                f"draft need {num_tokens}. Ask for fewer new tokens or use another draft model."
+                f"The draft model {self.model.name} has {self.model.max_positions} positions; prompt and output need "
+                f"{num_tokens}. Ask for fewer new tokens or use another draft model."
             )
 
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        kv_bytes = kv_bytes_per_slot(self.model.layer_shapes, self.model.dtype)
+        own = 0 if self.model is self.target else self.model.weight_bytes
+        return own, num_rows * slots_for(capacity) * kv_bytes
+
     def start(self, rows: Rows) -> None:
-        self.check_capacity(rows.capacity)
         rows.draft_state = self.model.make_cache(rows.num_rows, rows.capacity)
 
     def prefill(self, rows: Rows, seen: Seen) -> None:
@@ -65,8 +70,9 @@ class Independent:
         self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
+        behind = drafting.plan.behind
         for step in drafting:
-            first, width = (-1, 2) if step == 0 else (step, 1)
+            first, width = (-1 - behind, 2 + behind) if step == 0 else (step, 1)
             pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
             hidden_BTM = self.model.embed(rows.window(first, width))
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from selfspec.config import allowed, conf_names, load_conf
 from selfspec.errors import UserError
+from selfspec.lookahead.bandit import Bandit
+from selfspec.lookahead.confidence import AdaptiveThreshold, Confidence
+from selfspec.lookahead.entropy import Entropy
+from selfspec.lookahead.expected_gain import ExpectedGain
 from selfspec.lookahead.fixed import Fixed
+from selfspec.lookahead.heuristic import Heuristic
 from selfspec.lookahead.plan import Plan, RoundOutcome, draft_probabilities
 
 __all__ = [
@@ -25,7 +30,15 @@ __all__ = [
     "draft_probabilities",
 ]
 
-POLICIES: dict[str, type] = {"fixed": Fixed}
+POLICIES: dict[str, type] = {
+    "fixed": Fixed,
+    "heuristic": Heuristic,
+    "confidence": Confidence,
+    "adaptive_threshold": AdaptiveThreshold,
+    "entropy": Entropy,
+    "expected_gain": ExpectedGain,
+    "bandit": Bandit,
+}
 
 
 class Lookahead(Protocol):

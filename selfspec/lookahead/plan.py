@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+MOST_BEHIND = 256  # what is missing beyond this stays missing: it costs acceptance, and nothing else
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,12 @@ class Plan:
 
     num_drafted: int  # K, the most that is drafted; a policy with `goes_on` may end a row's draft before
     exit_layer: int | None = None  # for drafters that exit; None: their own
+    behind: int = 0  # tokens that a drafter's own cache may lack, because the last rounds drafted nothing
+
+    def after(self, num_undrafted: int) -> Plan:
+        """The same round after so many without a draft; rounded up, so that few shapes occur."""
+        behind = 1 << (num_undrafted - 1).bit_length() if num_undrafted else 0
+        return self if behind == self.behind else replace(self, behind=min(behind, MOST_BEHIND))
 
 
 @dataclass(frozen=True)
