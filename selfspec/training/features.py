@@ -1,8 +1,9 @@
 """The target's hidden states on the training text, computed once and kept beside the data, for drafts that read them.
 
 For each token the states entering the asked layers (layer L: leaving the last one, before the final norm), in bfloat16:
-1,152 bytes a layer for SmolLM2. One file per shard, written atomically, keyed by the shard's sha256 and the target's
-fingerprint. Costs one forward pass up to the highest of those layers; then they are read into memory.
+1,152 bytes a layer for SmolLM2. One file per layer and shard, written atomically, keyed by the shard's sha256 and the
+target's fingerprint, so that drafts which read different layers share what they have in common; `observe_data` runs the
+target once for all of them, and for the distributions that every draft is trained on.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from torch import Tensor
 
 from selfspec.target import Target
 from selfspec.training.data import Dataset, Sample, read_shard, write_atomically
-from selfspec.training.teacher import is_of, padded_rows
-
-ROWS = 16
+from selfspec.training.teacher import is_of, observed, teacher_folder, write_teachers
 
 
 def features_for(
@@ -32,34 +31,56 @@ def features_for(
     progress: Callable[[str], None] = print,
 ) -> dict[int, Tensor]:
     """Sample index -> `[tokens, len(layers) * M]` bfloat16 for every sample, computing what is not kept yet."""
-    folder = Path(folder).expanduser()
-    kept = folder / f"features-{identity['fingerprint']}-{'-'.join(map(str, layers))}"
-    kept.mkdir(exist_ok=True)
+    observe_data(target, folder, dataset, identity, layers, num_kept=0, progress=progress)
     found: dict[int, Tensor] = {}
     for shard in dataset.manifest["shards"]:
-        samples, _, _ = read_shard(folder / shard["file"])
-        path = kept / shard["file"]
-        if not is_of(path, shard["sha256"]):
-            progress(f"target features for {shard['file']}")
-            tensors = {"features": torch.cat(hidden_states(target, samples, layers))}
-            metadata = {"shard_sha256": shard["sha256"]}
-            write_atomically(path, lambda partial, t=tensors, m=metadata: save_file(t, partial, metadata=m))
-        with safe_open(path, framework="pt") as file:
-            parts = file.get_tensor("features").split([len(sample.token_ids) for sample in samples])
-        found.update({sample.index: part for sample, part in zip(samples, parts, strict=True)})
+        samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
+        lengths = [len(sample.token_ids) for sample in samples]
+        by_layer = []
+        for layer in layers:
+            with safe_open(_kept(folder, identity, layer) / shard["file"], framework="pt") as file:
+                by_layer.append(file.get_tensor("features"))
+        together = torch.cat(by_layer, dim=-1).split(lengths)
+        found.update({sample.index: part for sample, part in zip(samples, together, strict=True)})
     return found
 
 
-@torch.inference_mode()
+def observe_data(
+    target: Target,
+    folder: str | Path,
+    dataset: Dataset,
+    identity: dict[str, Any],
+    layers: Sequence[int],
+    *,
+    num_kept: int,
+    progress: Callable[[str], None] = print,
+) -> None:
+    """Compute what is not kept yet: hidden states entering `layers` and (num_kept > 0) the target's distributions."""
+    for shard in dataset.manifest["shards"]:
+        name, sha256 = shard["file"], shard["sha256"]
+        missing = [layer for layer in sorted(set(layers)) if not is_of(_kept(folder, identity, layer) / name, sha256)]
+        teachers_at = teacher_folder(folder, identity, num_kept) / name if num_kept else None
+        wanted = num_kept if teachers_at is not None and not is_of(teachers_at, sha256) else 0
+        if not missing and not wanted:
+            continue
+        progress(f"target on {name}: layers {missing}" + (f", {wanted} likeliest tokens" if wanted else ""))
+        samples, _, _ = read_shard(Path(folder).expanduser() / name)
+        seen = observed(target, samples, wanted, missing)
+        for i, layer in enumerate(missing):
+            tensors = {"features": torch.cat([states[i] for _, states in seen])}
+            metadata = {"shard_sha256": sha256}
+            path = _kept(folder, identity, layer) / name
+            write_atomically(path, lambda partial, t=tensors, m=metadata: save_file(t, partial, metadata=m))
+        if wanted and teachers_at is not None:
+            write_teachers(teachers_at, [teacher for teacher, _ in seen], sha256)
+
+
 def hidden_states(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Tensor]:
     """Per sample `[tokens, len(layers) * M]` bfloat16 on the CPU."""
-    found: dict[int, Tensor] = {}
-    for members, pass_, token_ids in padded_rows(target, samples, ROWS):
-        hidden_BTM, at, wanted = target.embed(token_ids), 0, {}
-        for layer in sorted(set(layers)):
-            hidden_BTM = target.run_layers(hidden_BTM, at, layer, pass_)
-            wanted[layer], at = hidden_BTM.to("cpu", torch.bfloat16), layer
-        together = torch.cat([wanted[layer] for layer in layers], dim=-1)
-        for row, i in enumerate(members):
-            found[i] = together[row, : len(samples[i].token_ids)].clone()
-    return [found[i] for i in range(len(samples))]
+    return [torch.cat(states, dim=-1) for _, states in observed(target, samples, 0, layers)]
+
+
+def _kept(folder: str | Path, identity: dict[str, Any], layer: int) -> Path:
+    kept = Path(folder).expanduser() / f"features-{identity['fingerprint']}-layer{layer}"
+    kept.mkdir(exist_ok=True)
+    return kept

@@ -19,7 +19,7 @@ from selfspec.training.batches import Batches
 from selfspec.training.card import SUMMARY, write_card
 from selfspec.training.checkpoints import BEST, STATE
 from selfspec.training.data import Sample, load_dataset
-from selfspec.training.features import features_for
+from selfspec.training.features import features_for, observe_data
 from selfspec.training.identity import target_identity
 from selfspec.training.processes import Processes
 from selfspec.training.self_prompts import template_of
@@ -65,6 +65,8 @@ def train_draft(
 
     features = None
     with processes.first_alone():
+        layers = trainee.feature_layers
+        observe_data(target, data, dataset, identity, layers, num_kept=config.num_kept, progress=progress)
         teachers = teachers_for(target, data, dataset, identity, num_kept=config.num_kept, progress=progress)
         if trainee.feature_layers:
             features = features_for(target, data, dataset, identity, trainee.feature_layers, progress=progress)

@@ -49,34 +49,56 @@ def teachers_for(
                 f"target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's text: make "
                 "data with this one, or give the target (and tokenizer) it was made with."
             )
-    kept = Path(folder).expanduser() / f"teacher-{identity['fingerprint']}-k{num_kept}"
-    kept.mkdir(exist_ok=True)
+    kept = teacher_folder(folder, identity, num_kept)
     teachers: dict[int, Teacher] = {}
     for shard in dataset.manifest["shards"]:
         samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
         path = kept / shard["file"]
         if not is_of(path, shard["sha256"]):
             progress(f"target distributions for {shard['file']}")
-            _write(path, distributions(target, samples, num_kept), shard["sha256"])
+            write_teachers(path, distributions(target, samples, num_kept), shard["sha256"])
         teachers.update(_read(path, samples))
     return teachers
+
+
+def teacher_folder(folder: str | Path, identity: dict[str, Any], num_kept: int) -> Path:
+    kept = Path(folder).expanduser() / f"teacher-{identity['fingerprint']}-k{num_kept}"
+    kept.mkdir(exist_ok=True)
+    return kept
 
 
 @torch.inference_mode()
 def distributions(target: Target, samples: Sequence[Sample], num_kept: int) -> list[Teacher]:
     """Run the target over known text, in rows of similar length; keep the likeliest tokens per answer position."""
-    teachers: dict[int, Teacher] = {}
+    return [teacher for teacher, _ in observed(target, samples, num_kept, ())]
+
+
+@torch.inference_mode()
+def observed(
+    target: Target, samples: Sequence[Sample], num_kept: int, layers: Sequence[int]
+) -> list[tuple[Teacher, list[Tensor]]]:
+    """One forward pass for both: each sample's distributions, and the hidden states entering `layers`, `[tokens, M]`
+    each, in bfloat16 on the CPU. num_kept 0: no distributions, and no layer beyond the highest of `layers` is run.
+    """
+    found: dict[int, tuple[Teacher, list[Tensor]]] = {}
     for members, pass_, token_ids in padded_rows(target, samples, ROWS):
-        hidden_BTM = target.run_layers(target.embed(token_ids), 0, target.num_layers, pass_)
+        last_layer = target.num_layers if num_kept else max(layers)
+        taps = tuple(layers)
+        hidden_BTM, features_BTF = target.run_tapped(target.embed(token_ids), 0, last_layer, pass_, taps)
+        states = [] if features_BTF is None else features_BTF.to("cpu", torch.bfloat16).split(target.width, dim=-1)
         for row, i in enumerate(members):
-            first, last = samples[i].prompt_len - 1, len(samples[i].token_ids) - 1
-            logits = target.head(hidden_BTM[row : row + 1, first:last])[0].float()
-            logp, ids = torch.topk(logits, num_kept, dim=-1)
-            logp = logp - torch.logsumexp(logits, dim=-1, keepdim=True)
-            teachers[i] = Teacher(
-                ids.to("cpu", torch.int32).numpy(), logp.clamp(min=-60).to("cpu", torch.float16).numpy()
-            )
-    return [teachers[i] for i in range(len(samples))]
+            teacher = _teacher(target, hidden_BTM[row : row + 1], samples[i], num_kept)
+            found[i] = teacher, [state[row, : len(samples[i].token_ids)].clone() for state in states]
+    return [found[i] for i in range(len(samples))]
+
+
+def _teacher(target: Target, hidden_1TM: Tensor, sample: Sample, num_kept: int) -> Teacher:
+    if num_kept == 0:
+        return Teacher(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float16))
+    logits = target.head(hidden_1TM[:, sample.prompt_len - 1 : len(sample.token_ids) - 1])[0].float()
+    logp, ids = torch.topk(logits, num_kept, dim=-1)
+    logp = logp - torch.logsumexp(logits, dim=-1, keepdim=True)
+    return Teacher(ids.to("cpu", torch.int32).numpy(), logp.clamp(min=-60).to("cpu", torch.float16).numpy())
 
 
 def padded_rows(target: Target, samples: Sequence[Sample], rows: int) -> Iterator[tuple[list[int], Pass, Tensor]]:
@@ -97,7 +119,7 @@ def padded_rows(target: Target, samples: Sequence[Sample], rows: int) -> Iterato
         yield members, cache.open(positions.to(target.device), width), token_ids.to(target.device)
 
 
-def _write(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
+def write_teachers(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
     tensors = {
         "ids": np.concatenate([teacher.ids_AK for teacher in teachers]),
         "logp": np.concatenate([teacher.logp_AK for teacher in teachers]),
