@@ -12,15 +12,28 @@ from omegaconf import DictConfig
 
 from selfspec.config import conf_dir
 from selfspec.errors import UserError
-from selfspec.target import load_target
+from selfspec.target import Target, load_target
 from selfspec.training.config import MakeDataConfig, resolve_job
+from selfspec.training.data import load_dataset
 from selfspec.training.draft_vocab import count_draft_vocab
+from selfspec.training.features import observe_data
+from selfspec.training.identity import target_identity
 from selfspec.training.making import make_data
+from selfspec.training.self_prompts import template_of
+from selfspec.training.trainer import TrainConfig
 
 
 def report(answer_tokens: int, tokens_per_s: float, step_s: float) -> None:
     rate = f"{tokens_per_s:6.0f} tokens/s, {step_s:.2f} s per step"
     print(f"{time.strftime('%H:%M:%S')}  {answer_tokens:>9,} answer tokens  {rate}", flush=True)
+
+
+def observe(target: Target, folder: str, layers: list[int]) -> None:
+    """Hidden states and distributions in one pass, for all drafts that will be trained on this text."""
+    template = template_of(target.tokenizer)
+    identity = target_identity(target, template.before + template.after)
+    num_kept = TrainConfig().num_kept
+    observe_data(target, folder, load_dataset(folder), identity, layers, num_kept=num_kept)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="make_data")
@@ -32,6 +45,8 @@ def main(composed: DictConfig) -> None:
         prompts = job.prompts()
         target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
         manifest = make_data(target, job.data, job.out, prompts, report)
+        if job.observe_layers:
+            observe(target, job.out, job.observe_layers)
         covered = count_draft_vocab(target, job.out, Path(job.draft_vocab)) if job.draft_vocab else {}
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -25,6 +25,7 @@ class MakeDataConfig:
     prompt_file: str | None = None
     prompt_dataset: PromptDatasetConfig = field(default_factory=PromptDatasetConfig)
     draft_vocab: str | None = None
+    observe_layers: list[int] = field(default_factory=list)
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
