@@ -68,6 +68,14 @@ class DraftLayer:
         return self._layer.run(normed_BTX, hidden_BTM, mask, self._rotary(pass_, hidden_BTM), pass_)
 
 
+class TrainedNorm(nn.RMSNorm):
+    """torch's RMSNorm, with the name that transformers gives its ε."""
+
+    @property
+    def variance_epsilon(self) -> float | None:
+        return self.eps
+
+
 class PlainRotary:
     """Rotary embedding of one base frequency, in the half-split form; one table for the longest cache so far."""
 

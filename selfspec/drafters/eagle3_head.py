@@ -3,19 +3,18 @@
 At text position p it reads the target's hidden states of three levels at p, joined by `fc`, and the embedding of token
 p+1; it predicts token p+2. In drafting, its own output takes the place of the features it does not have yet.
 
-Parameter names are those of the `speculators` format, without the embedding, which is the target's. The methods are
-what training differentiates; decoding runs the same weights packed (`selfspec.drafters.eagle3`).
-
-Shape letters: B rows, T positions, H heads, G kv heads, D head dim, M width, F = 3M features, V reduced vocabulary.
+Parameter names are those of the `speculators` format, without the embedding, which is the target's. Only weights are
+here: decoding runs them packed (`selfspec.drafters.eagle3`), training unrolled (`selfspec.training.eagle3`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from selfspec.drafters.draft_layer import TrainedNorm
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,6 @@ class HeadShape:
     rope_theta: float
     norm_eps: float
     d_vocab: int
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's, with the name that transformers gives its ε."""
-
-    @property
-    def variance_epsilon(self) -> float | None:
-        return self.eps
 
 
 class Attention(nn.Module):
@@ -65,9 +56,9 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)  # of the embedding
-        self.hidden_norm = RMSNorm(shape.width, shape.norm_eps)  # of the features
-        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
+        self.input_layernorm = TrainedNorm(shape.width, shape.norm_eps)  # of the embedding
+        self.hidden_norm = TrainedNorm(shape.width, shape.norm_eps)  # of the features
+        self.post_attention_layernorm = TrainedNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape)
         self.mlp = FeedForward(shape)
 
@@ -80,7 +71,7 @@ class Eagle3Head(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(3 * shape.width, shape.width, bias=False)
         self.layers = nn.ModuleList([Layer(shape)])
-        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.norm = TrainedNorm(shape.width, shape.norm_eps)
         self.lm_head = nn.Linear(shape.width, shape.d_vocab, bias=False)
 
     @property
@@ -88,35 +79,3 @@ class Eagle3Head(nn.Module):
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
-
-    @property
-    def head_dim(self) -> int:
-        return self.shape.head_dim
-
-    def enter(
-        self, embedded_BTM: Tensor, hidden_BTM: Tensor, positions_BT: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rotated queries `[B, T, H, D]`, rotated keys and values `[B, T, G, D]` of one step, and the residual."""
-        layer, shape = self.layer, self.shape
-        joined = torch.cat([layer.input_layernorm(embedded_BTM), layer.hidden_norm(hidden_BTM)], dim=-1)
-        heads = (-1, shape.head_dim)
-        query = rotate(layer.self_attn.q_proj(joined).unflatten(-1, heads), positions_BT, shape.rope_theta)
-        key = rotate(layer.self_attn.k_proj(joined).unflatten(-1, heads), positions_BT, shape.rope_theta)
-        return query, key, layer.self_attn.v_proj(joined).unflatten(-1, heads), hidden_BTM
-
-    def leave(self, residual_BTM: Tensor, attended_BTHD: Tensor) -> Tensor:
-        """Output projection, residuals and feed-forward; what the next step reads as its features."""
-        layer = self.layer
-        hidden_BTM = residual_BTM + layer.self_attn.o_proj(attended_BTHD.flatten(-2))
-        output: Tensor = hidden_BTM + layer.mlp(layer.post_attention_layernorm(hidden_BTM))
-        return output
-
-
-def rotate(heads_BTHD: Tensor, positions_BT: Tensor, theta: float) -> Tensor:
-    """Rotary position embedding, halves convention, as Llama's."""
-    half = heads_BTHD.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=heads_BTHD.device, dtype=torch.float32) / half)
-    angles = (positions_BT[..., None].float() * frequencies)[:, :, None]
-    cos, sin = angles.cos().to(heads_BTHD.dtype), angles.sin().to(heads_BTHD.dtype)
-    left, right = heads_BTHD[..., :half], heads_BTHD[..., half:]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)

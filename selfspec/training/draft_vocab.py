@@ -14,8 +14,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch import Tensor
 
 from selfspec.errors import UserError
 from selfspec.target import Target
@@ -91,3 +93,12 @@ def read_draft_vocab(path: str | Path, d_vocab: int, eos_ids: Iterable[int], tar
     if missing := sorted(set(eos_ids) - set(chosen.tolist())):
         raise UserError(f"The first {d_vocab} ids of {path} miss the EOS ids {missing}: no end could be drafted.")
     return chosen
+
+
+def draft_vocabulary(target: Target, path: str | None, d_vocab: int | None) -> Tensor | None:
+    """What draft.draft_vocab and draft.d_vocab ask for, int64 `[d_vocab]`; None: all tokens. UserError: see above."""
+    if (path is None) != (d_vocab is None):
+        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
+    if path is None or d_vocab is None:
+        return None
+    return torch.from_numpy(read_draft_vocab(path, d_vocab, target.eos_token_ids, target.fingerprint))

@@ -29,7 +29,7 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.data import write_atomically
-from selfspec.training.draft_vocab import read_draft_vocab
+from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss
@@ -38,6 +38,7 @@ from selfspec.training.unrolled import (
     ChainLoss,
     Step,
     behind_attention,
+    draw_weights,
     embedded_steps,
     rotate,
     supervised_steps,
@@ -157,17 +158,6 @@ class UnrolledHead:
         return behind_attention(self.head.layer, residual_BTM, attended_BTHD)
 
 
-@torch.no_grad()
-def draw_weights(module: nn.Module, seed: int) -> None:
-    """Matrices from a normal distribution of width 0.02, half of that where they write into the residual."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.02, generator=generator)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.5)
-
-
 def can_begin_as_target(target: Target, head: Eagle3Head, init: str | None) -> bool:
     """Whether the target's last layer has the shape of the head's. UserError where that was asked for."""
     same_mlp = head.shape.intermediate_size == getattr(target.config, "intermediate_size", None)
@@ -185,6 +175,7 @@ def can_begin_as_target(target: Target, head: Eagle3Head, init: str | None) -> b
 def begin_as_target(head: Eagle3Head, runner: LayerRunner, index: int) -> None:
     """Weights of the target's layer `index`; `fc` hands it the last of the features as they are."""
     source: Any = runner.copy_layer(index)
+    norm: Any = runner.copy_norm()
     layer, width = head.layer, head.shape.width
     for name in ("q_proj", "k_proj", "v_proj"):
         getattr(layer.self_attn, name).weight[:, width:] = getattr(source.self_attn, name).weight
@@ -193,7 +184,7 @@ def begin_as_target(head: Eagle3Head, runner: LayerRunner, index: int) -> None:
         getattr(layer.mlp, name).weight.copy_(getattr(source.mlp, name).weight)
     layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
-    head.norm.weight.copy_(runner.copy_norm().weight)
+    head.norm.weight.copy_(norm.weight)
     head.fc.weight.zero_()
     head.fc.weight[:, -width:] = torch.eye(width)
 
@@ -213,11 +204,5 @@ def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
         raise UserError(f"draft.init={typed.init!r} is unknown. Allowed: target, random, or null.")
     if typed.num_steps < 1:
         raise UserError(f"draft.num_steps={typed.num_steps} must be at least 1.")
-    if (typed.draft_vocab is None) != (typed.d_vocab is None):
-        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
-    token_ids: Tensor | None = None
-    if typed.draft_vocab is not None and typed.d_vocab is not None:
-        fingerprint = target_identity(target)["fingerprint"]
-        ids = read_draft_vocab(typed.draft_vocab, typed.d_vocab, target.eos_token_ids, fingerprint)
-        token_ids = torch.from_numpy(ids)
+    token_ids = draft_vocabulary(target, typed.draft_vocab, typed.d_vocab)
     return Eagle3Trainee(target, typed, token_ids)

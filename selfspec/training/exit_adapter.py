@@ -25,7 +25,7 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.data import write_atomically
-from selfspec.training.draft_vocab import read_draft_vocab
+from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss, restrict
@@ -96,11 +96,5 @@ def build_exit_adapter(target: Target, options: dict[str, Any]) -> ExitAdapterTr
             f"draft.exit_layer={shape.exit_layer} is not possible with {target.name}. "
             f"Allowed: 1 to {target.num_layers - 1}."
         )
-    if (shape.draft_vocab is None) != (shape.d_vocab is None):
-        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
-    token_ids: Tensor | None = None
-    if shape.draft_vocab is not None and shape.d_vocab is not None:
-        fingerprint = target_identity(target)["fingerprint"]
-        ids = read_draft_vocab(shape.draft_vocab, shape.d_vocab, target.eos_token_ids, fingerprint)
-        token_ids = torch.from_numpy(ids)
+    token_ids = draft_vocabulary(target, shape.draft_vocab, shape.d_vocab)
     return ExitAdapterTrainee(target, shape, token_ids)

@@ -40,6 +40,11 @@ class LayerRunner:
     def copy_norm(self) -> nn.Module:
         return copy.deepcopy(self._norm).float().requires_grad_(True)
 
+    def rotary(self, like_BTM: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin `[B, T, D]`, as the target's own layers are given."""
+        cos_BTD, sin_BTD = self._rotary(like_BTM, positions_BT)
+        return cos_BTD, sin_BTD
+
     def run(self, layer: nn.Module, hidden_BTM: Tensor, batch: Batch, window: int | None) -> Tensor:
         """`layer` over a packed batch: attention stays within each sample (and the window, if the layer has one)."""
         mask_B1TT = batch.attention_mask()
@@ -50,7 +55,7 @@ class LayerRunner:
             hidden_BTM,
             attention_mask=mask_B1TT.repeat(1, 1, self.queries_per_group, 1),  # as grouped_attention folds its queries
             position_ids=batch.positions_BT,
-            position_embeddings=self._rotary(hidden_BTM, batch.positions_BT),
+            position_embeddings=self.rotary(hidden_BTM, batch.positions_BT),
         )
         return output
 

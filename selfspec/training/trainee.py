@@ -59,6 +59,7 @@ def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
     from selfspec.training.independent import build_independent
     from selfspec.training.layerskip import build_layerskip
     from selfspec.training.medusa import build_medusa
+    from selfspec.training.mtp import build_mtp
 
     return {
         "independent": build_independent,
@@ -67,6 +68,7 @@ def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
         "layerskip": build_layerskip,
         "medusa": build_medusa,
         "hydra": build_hydra,
+        "mtp": build_mtp,
     }
 
 

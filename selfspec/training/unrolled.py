@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from selfspec.target import Target
@@ -78,6 +78,31 @@ def unroll(
         hidden_BTM = layer.leave(residual_BTM, attended)
         outputs.append(hidden_BTM)
     return outputs
+
+
+def rotate(heads_BTHD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
+    """Rotary position embedding in the half-split form, as Llama's."""
+    left, right = heads_BTHD.chunk(2, -1)
+    turned = heads_BTHD * cos_BTD[:, :, None] + torch.cat([-right, left], -1) * sin_BTD[:, :, None]
+    return turned.to(heads_BTHD.dtype)
+
+
+def behind_attention(layer: Any, residual_BTM: Tensor, attended_BTHD: Tensor) -> Tensor:
+    """Output projection, residuals and feed-forward of a Llama-like layer."""
+    hidden_BTM = residual_BTM + layer.self_attn.o_proj(attended_BTHD.flatten(-2))
+    output: Tensor = hidden_BTM + layer.mlp(layer.post_attention_layernorm(hidden_BTM))
+    return output
+
+
+@torch.no_grad()
+def draw_weights(module: nn.Module, seed: int) -> None:
+    """Matrices from a normal distribution of width 0.02, half of that where they write into the residual."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.5)
 
 
 def embedded_steps(target: Target, batch: Batch, num_steps: int) -> list[Tensor]:

@@ -56,7 +56,7 @@ def from_scratch(target, trainee, context: list[int], num_drafted: int) -> list[
         spread[..., trainee.token_ids] = logits
         return spread
 
-    return chained_drafts(target, trainee.head, trainee.head.fc(features), logits_of, context, num_drafted)
+    return chained_drafts(target, trainee.unrollable, trainee.head.fc(features), logits_of, context, num_drafted)
 
 
 class Watched:

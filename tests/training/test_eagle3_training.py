@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
 from selfspec.training.batches import Batch, Batches
 from selfspec.training.data import Sample
-from selfspec.training.eagle3 import Eagle3Trainee, build_eagle3
+from selfspec.training.eagle3 import Eagle3Trainee, UnrolledHead, build_eagle3
 from selfspec.training.features import hidden_states
 from selfspec.training.job import train_draft
 from selfspec.training.teacher import distributions
@@ -42,19 +43,20 @@ def draft_one_by_one(
     head: Eagle3Head, features_TF: Tensor, embedded_TM: Tensor, start: int, steps: int
 ) -> list[Tensor]:
     """What a drafter does, naively: keys and values of the text up to `start`, then one appended per drafted token."""
+    layer = UnrolledHead(head)
     repeat = head.shape.num_heads // head.shape.num_kv_heads
     hidden_1TM = head.fc(features_TF[: start + 1])[None]
     positions = torch.arange(start + 1)[None]
-    query, keys, values, _ = head.enter(embedded_TM[None, 1 : start + 2], hidden_1TM, positions)
+    query, keys, values, _ = layer.enter(embedded_TM[None, 1 : start + 2], hidden_1TM, positions)
     query, hidden, outputs = query[:, -1:], hidden_1TM[:, -1:], []
     for j in range(steps):
         if j:
             position = torch.tensor([[start + j]])
-            query, key, value, _ = head.enter(embedded_TM[None, start + 1 + j][:, None], hidden, position)
+            query, key, value, _ = layer.enter(embedded_TM[None, start + 1 + j][:, None], hidden, position)
             keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
         k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (keys, values))
         attended = torch.nn.functional.scaled_dot_product_attention(query.transpose(1, 2), k, v).transpose(1, 2)
-        hidden = head.leave(hidden, attended)
+        hidden = layer.leave(hidden, attended)
         outputs.append(hidden[0, 0])
     return outputs
 
@@ -115,12 +117,30 @@ def test_loss_reaches_every_parameter_and_training_lowers_it(
     assert json.loads((tmp_path / "o" / "config.json").read_text())["feature_layers"] == [0, 1, 2]
 
 
+def test_a_head_begins_as_the_targets_last_layer_on_its_highest_features(chat_target: Target):
+    """But for what it reads of the next token, which begins small."""
+    trainee = build_eagle3(chat_target, {"feature_layers": (0, 0, 1), "init": "target"})
+    batch = batch_of(chat_target, SAMPLES, row_tokens=80)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            getattr(trainee.head.layer.self_attn, name).weight[:, : chat_target.width] = 0
+        features = batch.features_BTF[..., [*range(32), *range(32), *range(32, 64)]]
+        states = trainee.head.norm(trainee._states(replace(batch, features_BTF=features))[0])
+        expected = chat_target.norm(batch.features_BTF[..., 64:].float())
+    real = batch.document_BT >= 0
+    torch.testing.assert_close(states[real], expected[real], rtol=5e-2, atol=5e-2)  # features are kept in bfloat16
+    again = build_eagle3(chat_target, {"feature_layers": (0, 0, 1), "init": "random"})
+    assert (again.head.layer.mlp.up_proj.weight - trainee.head.layer.mlp.up_proj.weight).abs().max() > 0.1
+
+
 def test_impossible_options_are_user_errors(chat_target: Target):
     for options, match in (
         ({}, "give draft.feature_layers"),
         ({"feature_layers": (0, 1, 9)}, "from 0 to 2"),
         ({"feature_layers": (0, 1, 2), "num_steps": 0}, "at least 1"),
         ({"layers": 3}, "no option"),
+        ({"feature_layers": (0, 1, 2), "init": "zero"}, "Allowed: target, random"),
+        ({"feature_layers": (0, 1, 2), "init": "target", "intermediate_size": 8}, "Use draft.init=random"),
         ({"feature_layers": (0, 1, 2), "d_vocab": 5}, "together"),
     ):
         with pytest.raises(UserError, match=match):
