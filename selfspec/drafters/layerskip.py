@@ -16,11 +16,13 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.adapters import WEIGHTS, adapter_digest, adapter_folder
 
+DRAFT_VOCAB = "draft_vocab.safetensors"  # `token_ids`, where the exits were trained on a reduced vocabulary
+
 
 @dataclass
 class Options:
-    """checkpoint: the folder that training wrote. exit_layer: None: the trained one. d_vocab, draft_vocab: as for
-    early_exit.
+    """checkpoint: the folder that training wrote. exit_layer, d_vocab, draft_vocab: as for early_exit; None: as the
+    folder says.
     """
 
     checkpoint: str
@@ -35,7 +37,10 @@ def build(target: Target, options: Options) -> early_exit.EarlyExit:
     config = _read_config(folder)
     _check_target(folder, config, target)
     exit_layer = options.exit_layer or int(config["exit_layer"])
-    return early_exit.build(target, early_exit.Options(exit_layer, options.d_vocab, options.draft_vocab))
+    d_vocab, draft_vocab = options.d_vocab or config.get("d_vocab"), options.draft_vocab
+    if draft_vocab is None and config.get("d_vocab") is not None:
+        draft_vocab = str(folder / DRAFT_VOCAB)
+    return early_exit.build(target, early_exit.Options(exit_layer, d_vocab, draft_vocab))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

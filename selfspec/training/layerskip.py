@@ -7,7 +7,8 @@ What is trained with: layer dropout, an early-exit loss through the one final no
 (`selfspec.training.layerskip_schedule`). Labels are the text (`hard`, as published) or the base's own distribution on
 it (`soft`, the default): with the latter the last layer begins at its optimum and is held there while the exits learn.
 
-Cost: one forward and backward pass of the whole target a step, and one product with the head for every exit that is on.
+Cost: one forward and backward pass up to the highest exit that is on, and one product with the head for each; exits may
+be trained and read on a reduced draft vocabulary (`d_vocab`), which on a small model is half of a step.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training import layerskip_schedule as schedule
 from selfspec.training.batches import Batch
+from selfspec.training.draft_vocab import read_draft_vocab
 from selfspec.training.evaluate import Validation
 from selfspec.training.layerskip_folder import save_layerskip
 from selfspec.training.layerskip_stack import SkipStack
 from selfspec.training.layerskip_validation import describe, validate_exits
-from selfspec.training.losses import HeadLoss, head_loss
+from selfspec.training.losses import HeadLoss, head_loss, restrict
 
 
 @dataclass
@@ -49,6 +51,8 @@ class LayerSkipOptions:
     lora_rank: int | None = 8  # null: train all weights
     lora_rank_below: int | None = None  # of the layers below exit_layer; null: the same
     lora_alpha: int = 8  # the product of the factors is scaled by lora_alpha / sqrt(rank)
+    draft_vocab: str | None = None  # a file made by make_data.py; exits predict the first d_vocab of its ids only
+    d_vocab: int | None = None
     validate_exits: list[int] | None = None  # reported beside exit_layer
     seed: int = 0
 
@@ -58,8 +62,8 @@ class LayerSkipTrainee:
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, target: Target, options: LayerSkipOptions) -> None:
-        self.target, self.options = target, options
+    def __init__(self, target: Target, options: LayerSkipOptions, token_ids: Tensor | None) -> None:
+        self.target, self.options, self.token_ids = target, options, token_ids
         last = target.num_layers
         self.exit_layer: int = options.exit_layer or max(1, last // 4)
         exits = options.exits or range(1, last)
@@ -71,6 +75,10 @@ class LayerSkipTrainee:
             below = options.lora_rank_below or options.lora_rank
             ranks = [below if layer < self.exit_layer else options.lora_rank for layer in range(last)]
         self.stack = SkipStack(target, ranks, options.lora_alpha, options.seed)
+        self.place_V: Tensor | None = None
+        if token_ids is not None:
+            self.place_V = torch.full((target.vocab_size,), -1, device=token_ids.device)
+            self.place_V[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
         self.module: nn.Module = self.stack.trained
         self.reported = sorted({self.exit_layer, *(options.validate_exits or ())})
         self._step, self._steps = 0, 1
@@ -83,12 +91,16 @@ class LayerSkipTrainee:
         ids, logp = batch.teacher_ids_NK, batch.teacher_logp_NK
         if self.options.labels == "hard":  # all of p on the token that follows
             ids, logp = batch.labels_N[:, None], torch.zeros_like(logp[:, :1])
-        weights = self.exit_weights()
-        at = [layer for layer, weight in zip(self.exits, weights, strict=True) if weight > 0]
-        states = self.stack.run(batch, at, self._dropped(batch))
+        whole = self.stack.head_VM, ids, logp
+        of_exits = whole
+        if self.place_V is not None:
+            of_exits = self.stack.head_VM[self.token_ids], *restrict(ids, logp, self.place_V)
+        on = [(layer, weight) for layer, weight in zip(self.exits, self.exit_weights(), strict=True) if weight > 0]
+        states = self.stack.run(batch, [layer for layer, _ in on], self._dropped(batch))
         total = batch.weight_N.new_zeros(())
-        for hidden_NM, weight in zip(states, (w for w in weights if w > 0), strict=True):
-            total = total + weight * objective(hidden_NM, self.stack.head_VM, ids, logp, batch.weight_N)
+        for hidden_NM, (layer, weight) in zip(states, on, strict=True):
+            labels = whole if layer == self.target.num_layers else of_exits
+            total = total + weight * objective(hidden_NM, *labels, batch.weight_N)
         return total
 
     def exit_weights(self) -> list[float]:
@@ -99,14 +111,17 @@ class LayerSkipTrainee:
         return schedule.loss_weights(on, self.scales)
 
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
-        return validate_exits(self.stack, self.target, batches, greedy, self.exit_layer, self.reported, self._base_nll)
+        return validate_exits(
+            self.stack, self.target, batches, greedy, self.exit_layer, self.reported, self.token_ids, self._base_nll
+        )
 
     def save(self, folder: Path) -> None:
-        save_layerskip(self.stack, self.target, folder, self.exit_layer, self.exits[:-1])
+        save_layerskip(self.stack, self.target, folder, self.exit_layer, self.exits[:-1], self.token_ids)
 
     def describe(self, summary: dict[str, Any]) -> list[str]:
         """Lines for the card."""
-        return describe(summary, self.target.name, self.exit_layer, adapter=self.options.lora_rank is not None)
+        adapter, d_vocab = self.options.lora_rank is not None, self.options.d_vocab
+        return describe(summary, self.target.name, self.exit_layer, adapter, d_vocab or self.target.vocab_size)
 
     def _dropped(self, batch: Batch) -> dict[int, Any] | None:
         chosen = self.options
@@ -156,4 +171,10 @@ def build_layerskip(target: Target, options: dict[str, Any]) -> LayerSkipTrainee
         )
     if chosen.e_scale < 0:
         raise UserError(f"draft.e_scale={chosen.e_scale} must not be negative.")
-    return LayerSkipTrainee(target, chosen)
+    if (chosen.draft_vocab is None) != (chosen.d_vocab is None):
+        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
+    token_ids: Tensor | None = None
+    if chosen.draft_vocab is not None and chosen.d_vocab is not None:
+        ids = read_draft_vocab(chosen.draft_vocab, chosen.d_vocab, target.eos_token_ids, target.fingerprint)
+        token_ids = torch.from_numpy(ids).to(target.device)
+    return LayerSkipTrainee(target, chosen, token_ids)

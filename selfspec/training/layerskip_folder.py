@@ -1,7 +1,8 @@
 """A LayerSkip model on disk: a LoRA adapter as `peft` reads it, or a whole model as transformers does.
 
 Beside the weights lies what selfspec needs to know, in config.json: `kind`, `exit_layer`, and whose weights are meant,
-`base` (before) and `target` (after). In a whole model's folder these keys stand among transformers' own.
+`base` (before) and `target` (after), and `d_vocab`, with the ids in a file beside it. In a whole model's folder these
+keys stand among transformers' own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
+from selfspec.drafters.layerskip import DRAFT_VOCAB
 from selfspec.target import Target
 from selfspec.target.adapters import CONFIG, WEIGHTS, merge_adapter
 from selfspec.target.identity import fingerprint
@@ -22,7 +25,9 @@ from selfspec.training.identity import target_identity
 from selfspec.training.layerskip_stack import SkipStack
 
 
-def save_layerskip(stack: SkipStack, target: Target, folder: Path, exit_layer: int, exits: list[int]) -> None:
+def save_layerskip(
+    stack: SkipStack, target: Target, folder: Path, exit_layer: int, exits: list[int], token_ids: Tensor | None
+) -> None:
     base = {name: value for name, value in target_identity(target).items() if name != "template"}
     shape = {name: base[name] for name in ("vocab_size", "num_layers", "width")}
     facts: dict[str, Any] = {"kind": "layerskip", "exit_layer": exit_layer, "exits": exits, "base": base}
@@ -40,6 +45,9 @@ def save_layerskip(stack: SkipStack, target: Target, folder: Path, exit_layer: i
             target.tokenizer.save_pretrained(folder)
         written = json.loads((folder / "config.json").read_text())
     facts["target"] = {"name": f"{target.name}-layerskip", **shape, "fingerprint": fingerprint(merged, **shape)}
+    facts["d_vocab"] = None if token_ids is None else len(token_ids)
+    if token_ids is not None:
+        write_atomically(folder / DRAFT_VOCAB, lambda partial: save_file({"token_ids": token_ids.cpu()}, partial))
     _write(folder / "config.json", written | facts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from selfspec.errors import UserError
 from selfspec.target import Target
@@ -59,8 +61,10 @@ class SkipStack:
         weight: Tensor = self._head.weight
         return weight
 
-    def logits(self, normed_NM: Tensor) -> Tensor:
-        return self._head(normed_NM.to(self.head_VM.dtype)).float()
+    def logits(self, normed_NM: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Of these tokens, None: all."""
+        head_VM = self.head_VM if token_ids is None else self.head_VM[token_ids]
+        return functional.linear(normed_NM.to(head_VM.dtype), head_VM).float()
 
     def run(self, batch: Batch, exits: Sequence[int], dropped: dict[int, np.ndarray] | None = None) -> list[Tensor]:
         """The normed state at every exit (layers run, ascending), `[N, M]` float32, at the supervised positions.
@@ -135,6 +139,7 @@ def _with_lora(model: nn.Module, layers: str, ranks: Sequence[int], alpha: int, 
         target_modules=sorted(linears),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's own, about names inside transformers
         torch.manual_seed(seed)
         return get_peft_model(model, config)

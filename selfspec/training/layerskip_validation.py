@@ -33,11 +33,12 @@ def validate_exits(
     greedy: set[int],
     exit_layer: int,
     reported: list[int],
+    token_ids: Tensor | None,
     base_nll: dict[bytes, float],
 ) -> Validation:
     """Quality of `exit_layer`; `also` holds that of all `reported` exits, and the distances to the base.
 
-    base_nll remembers what the base gives each batch: it does not change while the model is trained.
+    token_ids: what exits can draft, None: all. base_nll remembers what the base gives each batch: that never changes.
     """
     results = {layer: Validation(LOOKAHEAD) for layer in reported}
     sums = {"nll": 0.0, "base_nll": 0.0, "kl": 0.0, "agree": 0.0}
@@ -49,10 +50,11 @@ def validate_exits(
             logits = stack.logits(states[-1][part])
             p_NV, best_N = torch.softmax(logits, -1), logits.argmax(-1)
             for layer, state in zip(reported, states, strict=False):
-                exit_logits = stack.logits(state[part])
-                alpha_N = torch.minimum(torch.softmax(exit_logits, -1), p_NV).sum(-1)
-                measured[layer][0].append(alpha_N)
-                measured[layer][1].append(exit_logits.argmax(-1) == best_N)
+                exit_logits = stack.logits(state[part], token_ids)
+                reachable_NV = p_NV if token_ids is None else p_NV[:, token_ids]
+                drafted_N = exit_logits.argmax(-1)
+                measured[layer][0].append(torch.minimum(torch.softmax(exit_logits, -1), reachable_NV).sum(-1))
+                measured[layer][1].append((drafted_N if token_ids is None else token_ids[drafted_N]) == best_N)
             ids, logp = batch.teacher_ids_NK[part], batch.teacher_logp_NK[part].float()
             sums["nll"] += nll(logits, batch.labels_N[part])
             sums["kl"] += float((coarse_cross_entropy(logits, ids, logp) - coarse_entropy(logp)).sum())
@@ -117,7 +119,7 @@ def _nll_of_base(base: Target, batch: Batch, num: int) -> float:
     return total
 
 
-def describe(summary: dict[str, Any], base_name: str, exit_layer: int, adapter: bool) -> list[str]:
+def describe(summary: dict[str, Any], base_name: str, exit_layer: int, adapter: bool, d_vocab: int) -> list[str]:
     """What the card says beside the usual: exits, and the distance to the base."""
     form = "This folder is a LoRA adapter" if adapter else "This folder is a whole model"
     load = (
@@ -148,8 +150,8 @@ def describe(summary: dict[str, Any], base_name: str, exit_layer: int, adapter: 
         f"| argmax is the base's | 1 | {summary['base_top1_agreement']:.3f} |",
         f"| KL(base, adapted), nats, over the base's kept tokens (a lower bound) | 0 | {summary['kl_from_base']:.4f} |",
         "",
-        "Exits against the adapted model's own last layer, over the whole vocabulary (so is the α above; the draft "
-        f"exits at {exit_layer}):",
+        f"Exits, predicting among {d_vocab:,} tokens, against the adapted model's own last layer over all of its "
+        f"tokens (and so is the α above; the draft exits at {exit_layer}):",
         "",
         "| exit layer | α at T=1 | greedy agreement | greedy τ |",
         "|---|---|---|---|",

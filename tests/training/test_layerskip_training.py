@@ -18,6 +18,7 @@ from selfspec.target import Target, load_target, wrap_target
 from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.training.batches import Batch, Batches
 from selfspec.training.data import Sample
+from selfspec.training.draft_vocab import count_draft_vocab
 from selfspec.training.job import train_draft
 from selfspec.training.layerskip import LayerSkipTrainee, build_layerskip
 from selfspec.training.layerskip_schedule import exit_scales
@@ -185,15 +186,18 @@ def test_killed_and_resumed_training_equals_uninterrupted_training(
     assert whole == cut
 
 
-@pytest.mark.parametrize("lora_rank", [2, None])
+@pytest.mark.parametrize("lora_rank, d_vocab", [(2, None), (2, 60), (None, None), (None, 60)])
 def test_what_is_saved_is_a_target_of_its_own_whose_exit_drafts_losslessly(
-    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, lora_rank: int | None
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, lora_rank: int | None, d_vocab: int | None
 ):
     base_folder, out = tmp_path / "base", tmp_path / "trained"
     chat_target.hf_model.save_pretrained(base_folder)
     chat_target.tokenizer.save_pretrained(base_folder)
-    options = {"exit_layer": 1, "lora_rank": lora_rank}
-    train_draft(chat_target, "layerskip", options, CONFIG, data_folder(), out, "the command", lambda _: None)
+    options, data = {"exit_layer": 1, "lora_rank": lora_rank}, data_folder()
+    if d_vocab is not None:
+        count_draft_vocab(chat_target, data, tmp_path / "vocab.safetensors", num_kept=8)
+        options |= {"draft_vocab": str(tmp_path / "vocab.safetensors"), "d_vocab": d_vocab}
+    train_draft(chat_target, "layerskip", options, CONFIG, data, out, "the command", lambda _: None)
     card = (out / "README.md").read_text()
     assert "exactly what the adapted model would write" in card and "perplexity of the text" in card
     assert ("adapter=" in card) == (lora_rank is not None)
@@ -214,6 +218,7 @@ def test_what_is_saved_is_a_target_of_its_own_whose_exit_drafts_losslessly(
     drafted = selfspec.decode(target, drafter, PROMPTS, max_new_tokens=24, ignore_eos=True, lookahead=3)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in expected]
     assert sum(r.num_accepted for o in drafted for r in o.rounds) > 0
+    assert facts["d_vocab"] == d_vocab and (drafter._reduced_head is not None) == (d_vocab is not None)
     base = load_target(base_folder, dtype="float32", device="cpu")
     assert [o.token_ids for o in selfspec.decode(base, None, PROMPTS, max_new_tokens=24, ignore_eos=True)] != [
         o.token_ids for o in expected
