@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import Any
 
@@ -22,9 +23,9 @@ class PeakOfNewTensors(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         given = set()
         if func is not torch.ops.aten.lift_fresh.default:  # torch.from_numpy: memory that numpy has just made
-            given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor)}
+            given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if _has_storage(one)}
         for one in tree_iter(out):
-            if isinstance(one, torch.Tensor):
+            if _has_storage(one):
                 storage = one.untyped_storage()
                 if storage._cdata not in given and storage._cdata not in self._live:
                     self._live[storage._cdata] = storage.nbytes()
@@ -35,6 +36,10 @@ class PeakOfNewTensors(TorchDispatchMode):
 
     def _dropped(self, key: int) -> None:
         self._now -= self._live.pop(key)
+
+
+def _has_storage(one: object) -> bool:
+    return isinstance(one, torch.Tensor) and not one.is_mkldnn
 
 
 def bytes_in(*objects: object, without: object = None) -> int:
@@ -51,12 +56,16 @@ def _storages(objects: Any) -> dict[int, int]:
         if id(one) in seen or isinstance(one, type | str | bytes | int | float):
             continue
         seen.add(id(one))
-        if isinstance(one, torch.Tensor):
+        if isinstance(one, torch.Tensor) and one.is_mkldnn:  # packed, and shows no storage
+            found[id(one)] = one.numel() * one.dtype.itemsize
+        elif isinstance(one, torch.Tensor):
             found[one.untyped_storage()._cdata] = one.untyped_storage().nbytes()
         elif isinstance(one, dict):
             waiting += one.values()
         elif isinstance(one, list | tuple | set):
             waiting += one
+        elif isinstance(one, types.FunctionType):
+            waiting += [cell.cell_contents for cell in one.__closure__ or ()]
         elif type(one).__module__.startswith(("selfspec", "torch.nn", "transformers", "test_")):
             waiting += getattr(one, "__dict__", {}).values()
     return found

@@ -28,6 +28,10 @@ ARGMAX_BLOCK, ARGMAX_SMALL = 256, 4096  # on the CPU, larger vocabularies are pa
 NOISE_PIECE = 1 << 16  # numbers of Gumbel noise made at once on the CPU
 
 
+# (rows, tokens per row) -> bytes of a draft's own weights, and of what it keeps for these rows
+DraftBytes = Callable[[int, int], tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the arithmetic needs to know of a model."""
@@ -41,6 +45,10 @@ class ModelShape:
     queries_per_group: int
     head_dim: int
     itemsize: int
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        """As an independent draft model: `DraftBytes`."""
+        return self.weight_bytes, num_rows * slots_for(capacity) * self.kv_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes."""
+    """Bytes. `total_bytes` is the sum of all but `kv_bytes_per_token`, which `kv_bytes` holds many times."""
 
     weight_bytes: int
+    kv_bytes_per_token: int
     kv_bytes: int
     draft_weight_bytes: int
     draft_state_bytes: int
@@ -78,18 +87,18 @@ class Estimate:
         return self.allocated_bytes + self.weight_bytes + self.draft_weight_bytes
 
 
-def estimate(model: ModelShape, call: Call, draft: ModelShape | None = None, state_bytes: int = 0) -> Estimate:
-    """The memory of one decode call. draft: an independent draft model, with a contiguous cache of its own;
-    state_bytes: what another drafter keeps for these rows.
-    """
+def estimate(model: ModelShape, call: Call, draft: DraftBytes | None = None) -> Estimate:
+    """The memory of one decode call. draft: what the drafter takes; `small.draft_bytes` for an independent model."""
     slots = slots_for(max(call.needs))
     kv_bytes = call.storage.total_slots(call.num_rows, call.needs) * model.kv_bytes_per_token
     table = call.num_rows * slots // call.storage.block_size if isinstance(call.storage, Paged) else 0
+    draft_weight_bytes, draft_state_bytes = draft(call.num_rows, max(call.needs)) if draft else (0, 0)
     return Estimate(
         weight_bytes=model.weight_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
         kv_bytes=kv_bytes,
-        draft_weight_bytes=draft.weight_bytes if draft else 0,
-        draft_state_bytes=state_bytes + (call.num_rows * slots * draft.kv_bytes_per_token if draft else 0),
+        draft_weight_bytes=draft_weight_bytes,
+        draft_state_bytes=draft_state_bytes,
         row_bytes=8 * (call.num_rows * slots + 2 * slots + table),  # token ids, and positions to count with
         working_bytes=working_bytes(model, call),
     )
@@ -156,15 +165,15 @@ def _judging(call: Call, vocab_size: int) -> float:
     return max(width + drawing, 2 * drafted)  # p; or p and min(p, q) for α
 
 
-def ways_to_fit(model: ModelShape, call: Call, limit: int, **others: Any) -> list[str]:
+def ways_to_fit(model: ModelShape, call: Call, limit: int, draft: DraftBytes | None = None) -> list[str]:
     """What to change so that the allocation stays within `limit`: each is the largest that does; [] if nothing does."""
 
     def fits(changed: Call) -> bool:
-        return estimate(model, changed, **others).allocated_bytes <= limit
+        return estimate(model, changed, draft).allocated_bytes <= limit
 
     storage, longest = call.storage, max(call.needs)
     if isinstance(storage, Paged) and storage.num_blocks is not None:
-        now = estimate(model, call, **others)
+        now = estimate(model, call, draft)
         left = limit - now.allocated_bytes + now.kv_bytes
         blocks = left // (storage.block_size * model.kv_bytes_per_token) - 1
         return [f"num_blocks up to {blocks}"] if blocks * storage.block_size >= longest else []

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from selfspec.cache import Storage
-from selfspec.cache.estimate import Call, Estimate, ModelShape, estimate, ways_to_fit
+from selfspec.cache.estimate import Call, DraftBytes, Estimate, ModelShape, estimate, ways_to_fit
 from selfspec.config import SamplingConfig
 from selfspec.decoding.sampler import Sampler
 from selfspec.drafters import Drafter
+from selfspec.drafters.base import Sized
 from selfspec.errors import UserError
 from selfspec.sampling import Sampling
 from selfspec.target import Target
@@ -65,10 +66,8 @@ def call_of(
 
 
 def estimate_call(target: Target, drafter: Drafter, call: Call) -> Estimate:
-    """What decoding takes: `estimate` on what is loaded. A drafter that keeps a state of its own and is not an
-    independent model may have `state_bytes(num_rows, capacity)`.
-    """
-    return estimate(shape_of(target), call, _draft_shape(drafter), _state_bytes(drafter, call))
+    """What decoding takes: `estimate` on what is loaded."""
+    return estimate(shape_of(target), call, _draft_bytes(drafter))
 
 
 def refuse_if_too_large(target: Target, drafter: Drafter, call: Call, limit: int | None, freed: int = 0) -> None:
@@ -80,8 +79,7 @@ def refuse_if_too_large(target: Target, drafter: Drafter, call: Call, limit: int
     needed = estimate_call(target, drafter, call)
     if needed.allocated_bytes <= free:
         return
-    others = {"draft": _draft_shape(drafter), "state_bytes": _state_bytes(drafter, call)}
-    ways = ways_to_fit(shape_of(target), call, free, **others)
+    ways = ways_to_fit(shape_of(target), call, free, _draft_bytes(drafter))
     raise UserError(
         f"{call.num_rows} rows of up to {max(call.needs)} tokens (prompt, output, one round) need "
         f"{_size(needed.allocated_bytes)} beside the weights (keys and values {_size(needed.kv_bytes)}, draft "
@@ -112,14 +110,8 @@ def _number(path: str) -> int:
         return 0
 
 
-def _draft_shape(drafter: Drafter) -> ModelShape | None:
-    model = getattr(drafter, "model", None)
-    return shape_of(model) if isinstance(model, Target) else None
-
-
-def _state_bytes(drafter: Drafter, call: Call) -> int:
-    measure = getattr(drafter, "state_bytes", None)
-    return measure(call.num_rows, max(call.needs)) if measure is not None else 0
+def _draft_bytes(drafter: Drafter) -> DraftBytes | None:
+    return drafter.draft_bytes if isinstance(drafter, Sized) else None
 
 
 def _size(count: int) -> str:

@@ -30,6 +30,7 @@ class Draft:
     q_BKV: Tensor | None = None  # the distribution each token was really drawn from; None: one-hot
     hidden_BTM: Tensor | None = None  # [B, K+1, M] at the input of `first_layer`, pending and drafted tokens
     first_layer: int = 0  # layers [0, first_layer) have run on all K+1 tokens
+    source_B: Tensor | None = None  # int64, which part of a drafter of several made each row's draft; None: 0
 
 
 @dataclass
@@ -90,7 +91,15 @@ class Limited(Protocol):
     """A drafter that cannot serve sequences of any length: asked before a run directory or a cache is made."""
 
     def check_capacity(self, num_tokens: int) -> None:
-        """UserError unless `num_tokens` (prompt, output and one draft) are possible."""
+        """UserError unless `num_tokens` (prompt and output) are possible. Drafts past them are never kept."""
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A drafter that takes memory of its own: asked before a cache is made."""
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        """Bytes of its weights, and of what `start` allocates for so many rows of so many tokens."""
 
 
 @runtime_checkable

@@ -53,8 +53,9 @@ class EarlyExit:
         self._reduced_head: Callable[[Tensor], Tensor] | None = None
         self._head_bytes = 0
         if d_vocab is not None:
-            self._reduced_head = target.reduced_head(draft_token_ids(target, d_vocab, draft_vocab))
-            self._head_bytes = d_vocab * target.width * target.dtype.itemsize
+            token_ids_N = draft_token_ids(target, d_vocab, draft_vocab)
+            self._reduced_head = target.reduced_head(token_ids_N)
+            self._head_bytes = d_vocab * target.width * target.dtype.itemsize + token_ids_N.untyped_storage().nbytes()
         elif draft_vocab is not None:
             raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfspec.cache.storage import slots_for
 from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.sampling import Rule
@@ -94,6 +95,9 @@ class Synthetic:
     def learn(self, sequences: Sequence[list[int]]) -> None:
         """Prompt and autoregressive output of every request of a call, in order."""
         self.sequences[:] = sequences  # in place: the rows hold it
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        return 0, 8 * num_rows * (slots_for(capacity) + 1)
 
     def start(self, rows: Rows) -> None:
         rows.draft_state = Told(torch.zeros_like(rows.tokens_BS), torch.zeros_like(rows.lengths_B), self.sequences)

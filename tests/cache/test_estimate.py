@@ -82,11 +82,11 @@ def test_the_draft_model_is_counted_with_its_cache():
     call = Call(
         num_rows=4, needs=[1000] * 4, num_drafted=4, rule="rejection", draws_q=True, sampling=SamplingConfig(1.0)
     )
-    alone, both = estimate(shape, call), estimate(shape, call, draft=small)
+    alone, both = estimate(shape, call), estimate(shape, call, draft=small.draft_bytes)
     assert both.total_bytes - alone.total_bytes == small.weight_bytes + 4 * 1024 * small.kv_bytes_per_token
     assert both.allocated_bytes == both.total_bytes - shape.weight_bytes - small.weight_bytes
-    state = estimate(shape, call, state_bytes=12345)
-    assert state.draft_state_bytes == 12345
+    head = estimate(shape, call, draft=lambda num_rows, capacity: (7, num_rows * capacity))
+    assert (head.draft_weight_bytes, head.draft_state_bytes) == (7, 4000)
 
 
 def test_working_memory_grows_with_drafts_rows_and_what_is_asked_of_the_logits():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
+from operator import attrgetter
 
 import pytest
 import torch
@@ -11,12 +13,12 @@ from live_tensors import PeakOfNewTensors, bytes_in
 
 from selfspec import Decoder, Sampling, UserError, build_drafter, wrap_target
 from selfspec.cache import Paged
-from selfspec.decoding.budget import available_bytes, call_of, estimate_call
-from selfspec.decoding.sampler import Sampler
-from selfspec.sampling import build_rule, build_transforms
+from selfspec.decoding.budget import available_bytes
+from selfspec.drafters.registry import DRAFTERS
 from tiny_models import prompt_ids, tiny_llama
 
 TOLERANCE = 0.05
+KEEPS_NOTHING = ("ngram",)
 T1 = Sampling(temperature=1.0)
 SETTINGS = {  # sampling, acceptance
     "greedy": (Sampling(), "auto"),
@@ -38,45 +40,50 @@ def target(vocab_size, dtype):
 
 
 def drafter_of(name, vocab_size, dtype):
-    options = {"early_exit": {"exit_layer": 2}}.get(name, {})
+    options = {
+        "early_exit": {"exit_layer": 2},
+        "reduced": {"exit_layer": 2, "d_vocab": 2000},
+        "synthetic": {"accept_rate": 0.7, "cost_layers": 2},
+    }.get(name, {})
     if name == "independent":
         options = {"model": wrap_target(tiny_llama(vocab_size=vocab_size, dtype=dtype, num_layers=2, seed=4))}
-    return None if name == "none" else build_drafter(name, target(vocab_size, dtype), **options)
+    kind = "early_exit" if name == "reduced" else name
+    return None if name == "none" else build_drafter(kind, target(vocab_size, dtype), **options)
 
 
 def compare(name, setting="greedy", vocab_size=8000, dtype=torch.float32, rows=2, num_drafted=4, cache="contiguous"):
-    """(estimate, its measured counterpart) of weights, keys and values, draft state, rows and working memory."""
+    """(`Decoder.estimate`, its measured counterpart): weights, keys and values, draft, rows and working memory."""
     model = target(vocab_size, dtype)
     drafter = drafter_of(name, vocab_size, dtype)
     sampling, acceptance = SETTINGS[setting]
     decoder = Decoder(model, drafter, max_batch_rows=rows, cache=cache)
     prompts = [prompt_ids(5 + 30 * row, vocab_size=vocab_size) for row in range(rows)]
-    options = dict(max_new_tokens=10, lookahead=num_drafted, sampling=sampling, acceptance=acceptance, ignore_eos=True)
-    decoder.decode(prompts, **options)
+    options = dict(max_new_tokens=10, lookahead=num_drafted, sampling=sampling, acceptance=acceptance)
+    estimate = decoder.estimate(prompts, **options)
+    assert decoder.rows is None, "nothing is allocated by asking"
+    assert estimate == decoder.estimate([len(ids) for ids in prompts], **options)
+    decoder.decode(prompts, ignore_eos=True, **options)
+    assert estimate == decoder.estimate(prompts, **options)
     with PeakOfNewTensors() as peak:
-        decoder.decode(prompts, **options)
+        decoder.decode(prompts, ignore_eos=True, **options)
     state = decoder.rows
     own_cache, draft_state = bytes_in(state.cache.storage), bytes_in(state.draft_state)
     state.draft_state = None
     measured = {
         "weight_bytes": bytes_in(model.hf_model),
         "kv_bytes": own_cache,
-        "draft_weight_bytes": bytes_in(drafter.model.hf_model) if name == "independent" else 0,
+        "draft_weight_bytes": bytes_in(drafter, without=model),
         "draft_state_bytes": draft_state,
         "row_bytes": bytes_in(state, without=(model, state.cache.storage)),
         "working_bytes": peak.nbytes,
     }
-    width = (0 if drafter is None else num_drafted) + 1
-    sampler = Sampler(build_transforms(sampling, None, vocab_size), build_rule(acceptance, sampling))
-    needs = sorted((len(prompt) + 10 + width for prompt in prompts), reverse=True)
-    call = call_of(model, decoder.storage, rows, needs, width, sampler)
-    return estimate_call(model, decoder.drafter, call), measured
+    return estimate, measured
 
 
 def check(estimate, measured):
     total = sum(measured.values())
     assert estimate.weight_bytes == pytest.approx(measured["weight_bytes"], rel=1e-3)
-    assert estimate.draft_weight_bytes == pytest.approx(measured["draft_weight_bytes"], rel=1e-3)
+    assert estimate.draft_weight_bytes == pytest.approx(measured["draft_weight_bytes"], rel=0.01)
     assert estimate.kv_bytes == measured["kv_bytes"], "keys and values take exactly what the formula says"
     assert estimate.total_bytes == pytest.approx(total, rel=TOLERANCE), (estimate, measured)
     return estimate.working_bytes / measured["working_bytes"]
@@ -91,7 +98,7 @@ def test_every_way_of_judging_takes_what_was_counted(setting, num_drafted):
     assert measured["working_bytes"] > 0.1 * sum(measured.values())
 
 
-@pytest.mark.parametrize("name", ["none", "early_exit", "independent"])
+@pytest.mark.parametrize("name", ["none", "early_exit", "independent", "reduced"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cache", ["contiguous", Paged(4)], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("setting", ["greedy", "rejection"])
@@ -100,6 +107,35 @@ def test_the_total_is_within_five_percent_for_each_drafter_dtype_and_storage(nam
     check(estimate, measured)
     assert estimate.draft_state_bytes == pytest.approx(measured["draft_state_bytes"], rel=0.1)
     assert estimate.row_bytes == pytest.approx(measured["row_bytes"], rel=0.25), "a few hundred numbers"
+
+
+def test_scripted_drafts_are_counted_with_what_they_are_told():
+    estimate, measured = compare("synthetic")
+    check(estimate, measured)
+    assert 0 < measured["draft_state_bytes"] == estimate.draft_state_bytes
+
+
+def test_every_registered_drafter_says_what_it_keeps():
+    """A new one that says nothing would pass for one that keeps nothing."""
+    for kind, module_name in DRAFTERS.items():
+        module = importlib.import_module(module_name)
+        made = attrgetter(module.build.__annotations__["return"])(module)
+        assert hasattr(made, "draft_bytes") or kind in KEEPS_NOTHING, kind
+
+
+def test_an_estimate_refuses_what_decoding_would():
+    decoder = Decoder(target(97, torch.float32), drafter_of("early_exit", 97, torch.float32), 2)
+    for arguments, message in [
+        (dict(prompts=[300]), "need 428 positions; wrapped has 256"),
+        (dict(prompts=[[97]], max_new_tokens=4), "Token id 97 is not in the vocabulary"),
+        (dict(prompts=[5], max_new_tokens=0), "max_new_tokens=0"),
+        (dict(prompts=[5], lookahead=0), "num_drafted"),
+        (dict(prompts=[5], acceptance="fast"), "acceptance"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            decoder.estimate(**arguments)
+    one, two = decoder.estimate([100, 10], max_new_tokens=20), decoder.estimate([100] * 5, max_new_tokens=20)
+    assert one.kv_bytes == two.kv_bytes == 2 * 128 * one.kv_bytes_per_token, "two rows, as long as the longest"
 
 
 @pytest.mark.parametrize("vocab_size", [97, 4096, 49152])

@@ -9,7 +9,8 @@ import functools
 import pytest
 
 from selfspec import Decoder, Sampling, UserError, build_drafter, decode, wrap_target
-from tiny_models import prompt_ids, tiny_llama
+from selfspec.lookahead import Plan
+from tiny_models import prompt_ids, tiny_llama, tiny_model
 
 DRAFTERS = ("none", "early_exit", "independent", "ngram")
 
@@ -48,7 +49,7 @@ class Cycle:
 
     def choose(self):
         self.calls += 1
-        return self.counts[self.calls % len(self.counts)]
+        return Plan(self.counts[self.calls % len(self.counts)])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "coupled"])
@@ -87,10 +88,23 @@ def test_sampled_tokens_depend_on_seed_and_place_in_the_call_and_on_nothing_else
 def test_a_draft_model_that_refuses_a_call_leaves_the_decoder_usable():
     small = wrap_target(tiny_llama(seed=5, num_layers=2, max_positions=64))
     decoder = Decoder(target(), build_drafter("independent", target(), model=small))
-    with pytest.raises(UserError, match="64 positions; prompt, output and one draft need"):
+    with pytest.raises(UserError, match="64 positions; prompt and output need 80"):
         decoder.decode([prompt_ids(60)], max_new_tokens=20)
     output = decoder.decode([prompt_ids(5)], max_new_tokens=20, ignore_eos=True)[0]
     assert output.token_ids == autoregressive([prompt_ids(5)], max_new_tokens=20)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3_longrope"])
+def test_a_draft_model_serves_up_to_its_last_position(family):
+    """Drafts past its end are never kept: prompt and output decide, and not the length of a draft."""
+    settings = {"original_max_position_embeddings": 64} if family == "phi3_longrope" else {}
+    small = wrap_target(tiny_model(family, seed=5, num_layers=2, max_positions=64, **settings))
+    decoder = Decoder(target(), build_drafter("independent", target(), model=small), max_batch_rows=2)
+    prompts, options = [prompt_ids(50), prompt_ids(9)], dict(ignore_eos=True, lookahead=5)
+    output = decoder.decode(prompts, max_new_tokens=14, **options)
+    assert [one.token_ids for one in output] == autoregressive(prompts, max_new_tokens=14)
+    with pytest.raises(UserError, match="64 positions; prompt and output need 65"):
+        decoder.decode(prompts, max_new_tokens=15, **options)
 
 
 def test_a_callback_that_raises_leaves_the_decoder_usable():

@@ -50,7 +50,7 @@ def test_a_draft_model_with_too_few_positions_is_refused_before_anything_runs():
     from selfspec import decode
 
     drafter = build_drafter("independent", TARGET, model=wrap_target(tiny_llama(max_positions=20)))
-    with pytest.raises(UserError, match=r"has 20 positions; prompt, output and one draft need 35"):
+    with pytest.raises(UserError, match=r"has 20 positions; prompt and output need 30"):
         decode(TARGET, drafter, [[5] * 10], max_new_tokens=20, lookahead=4)
 
 

@@ -68,7 +68,7 @@ def test_a_graph_holds_the_memory_it_reads_and_nothing_else_is_left_of_a_round(d
     with rows.reading(extent), Made() as made:
         drafting = Drafting(rows, Plan(num_drafted), rounds.sampler)
         report = decode_round(TARGET, ALL[drafter], rows, drafting, rounds.sampler, Stopwatch(TARGET.device))
-    del report
+    del report, drafting
     gc.collect()
     assert not made.alive()
 

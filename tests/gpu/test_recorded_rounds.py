@@ -28,6 +28,7 @@ from selfspec import Decoder, Sampling, UserError
 from selfspec.decoding import graphs
 from selfspec.decoding.capture import NotCapturable
 from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.lookahead import Plan
 from tiny_models import prompt_ids
 
 TARGET = target_on("cpu")
@@ -72,7 +73,7 @@ def test_a_changing_draft_length_never_hides_the_last_tokens(tapes, monkeypatch)
 
         def choose(self):
             self.calls += 1
-            return 12 if self.calls % 2 else 1
+            return Plan(12 if self.calls % 2 else 1)
 
     drafter = ALL["synthetic"].__class__(TARGET, 1.0)
     options = dict(max_new_tokens=90, ignore_eos=True)
