@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from selfspec.errors import UserError
 
 TARGET_KINDS = ("smollm2", "hf", "gguf", "random")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 ACCEPTANCES = ("auto", "rejection", "coupled", "block", "typical")
-RESERVED_LABELS = ("ar", "hf_generate")  # the two baselines that every run measures
+RESERVED_LABELS = ("ar", "ar_again", "hf_generate")  # the baselines that every run measures
 NOT_HASHED = ("study", "name", "output_dir", "force", "tracking", "hydra")  # where things go, not what is measured
 
 
@@ -83,6 +83,8 @@ class MeasureConfig:
     warmup_tokens: int = 8  # generated per warm-up generation
     max_prompts: int | None = None  # null: all; else that many, spread evenly over the set
     near_tie_tolerance: float | None = None  # relative to the largest |logit|; null: by dtype (measure.divergence)
+    noise_check: bool = True  # measure AR twice per prompt: was the machine quiet?
+    trace: int = 0  # prompts whose rounds are kept token by token, with p and q, for the trace page
 
 
 @dataclass
@@ -133,6 +135,7 @@ class CompareConfig(GenerateConfig):
 
 
 Schema = TypeVar("Schema", bound=GenerateConfig)
+AnySchema = TypeVar("AnySchema")
 
 
 def conf_dir() -> Path:
@@ -174,22 +177,32 @@ def allowed(given: str, names: Iterable[str]) -> str:
 
 def resolve(schema: type[Schema], composed: DictConfig) -> Schema:
     """The composed config as a checked instance of `schema`; UserError names the key that is unknown or mistyped."""
+    config = typed(schema, composed)
+    if isinstance(config, CompareConfig):
+        _add_single_drafter(config)
+    validate(config)
+    return config
+
+
+def typed(schema: type[AnySchema], composed: DictConfig) -> AnySchema:
+    """The composed config as an instance of any dataclass. UserError: unknown keys, wrong types, missing values."""
     try:
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         plain.pop("hydra", None)
-        typed = OmegaConf.merge(OmegaConf.structured(schema), plain)
-        missing = sorted(str(key) for key in OmegaConf.missing_keys(typed))
+        merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
+        missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"No value for {', '.join(missing)}. Give it on the command line: {missing[0]}=...")
-        config = OmegaConf.to_object(typed)
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         problem = str(error.msg or error).splitlines()[0]
+        if isinstance(error, ConfigKeyError):
+            key = str(error.full_key or error.key)
+            names = [str(name) for name in error.parent_node] if isinstance(error.parent_node, DictConfig) else []
+            raise UserError(f"No key {key!r}. {allowed(key.rpartition('.')[2], names)}") from error
         raise UserError(f"Bad value for {error.full_key or 'the config'}: {problem}.") from error
     assert isinstance(config, schema)
-    if isinstance(config, CompareConfig):
-        _add_single_drafter(config)
-    validate(config)
     return config
 
 
@@ -222,6 +235,7 @@ def validate(config: GenerateConfig) -> None:
         _at_least("measure.repeats", config.measure.repeats, 1)
         _at_least("measure.warmup_tokens", config.measure.warmup_tokens, 1)
         _at_least("measure.max_prompts", config.measure.max_prompts, 1)
+        _at_least("measure.trace", config.measure.trace, 0)
         for name in ("study", "name"):
             _check_file_name(name, getattr(config, name))
         for label, drafter in config.drafters.items():
@@ -250,7 +264,7 @@ def _check_drafter(label: str, drafter: object) -> None:
     _check_file_name("the drafter label", label)
     if label in RESERVED_LABELS:
         raise UserError(
-            f"The drafter label {label!r} is taken: every run measures {' and '.join(RESERVED_LABELS)} anyway."
+            f"The drafter label {label!r} is taken: every run measures {', '.join(RESERVED_LABELS)} by itself."
         )
     if not isinstance(drafter, dict) or not isinstance(drafter.get("kind"), str):
         kinds = ", ".join(conf_names("drafter"))

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,8 +31,9 @@ from selfspec.config import CompareConfig, GenerateConfig, allowed, canonical, c
 from selfspec.errors import UserError
 from selfspec.measure.bench import Bench, assemble
 from selfspec.measure.protocol import measure, warm_up
+from selfspec.measure.tracing import trace
 from selfspec.provenance import collect, redact, redact_argv
-from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json
+from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, write_traces
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
 from selfspec.report.statistics import summarise
@@ -96,6 +97,7 @@ def measure_into(folder: Path, config: CompareConfig) -> None:
                 warn(f"interrupted; the same command goes on where it stopped, in {folder}")
                 raise
             records = read_run(folder, allow_unfinished=True).prompts
+            keep_traces(config, bench, folder, records)
             summary = summarise(records, run=str(folder)) | {
                 "divergence": bench.comparison.report(records, bench.items)
             }
@@ -130,6 +132,23 @@ def run_methods(
             writer.append(record)
             log_result(tracker, record)
             progress.update(task, advance=1, description=f"{record.prompt_id}: {record.method}")
+
+
+def keep_traces(config: CompareConfig, bench: Bench, folder: Path, records: Sequence[PromptRecord]) -> None:
+    """traces.jsonl: a few prompts once more, token by token, when everything has been timed."""
+    if config.measure.trace == 0 or (folder / "traces.jsonl").exists():
+        return
+    tokenizer = bench.target.tokenizer
+    assert tokenizer is not None, "prompts were encoded with it"
+    traces = trace(
+        bench.methods,
+        bench.items[: config.measure.trace],
+        {record.key: record for record in records},
+        max_new_tokens=config.max_new_tokens,
+        seed=config.seed,
+        text_of=tokenizer.decode,
+    )
+    write_traces(folder / "traces.jsonl", traces)
 
 
 @contextmanager
@@ -262,6 +281,9 @@ def user_errors(function: Callable[..., object]) -> Callable[..., object]:
     return guarded
 
 
+OPEN = ("drafter", "drafters", "lookahead", "prompts", "tracking")  # their keys are checked where they are read
+
+
 def composition_message(error: Exception) -> str:
     """Hydra's complaint in one line, with the names that would have been allowed."""
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -270,7 +292,10 @@ def composition_message(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
         names = [str(name) for name in cause.parent_node if name != "hydra"]
-        return f"No key {cause.full_key!r}. {allowed(str(cause.full_key).rpartition('.')[2], names)}"
+        parent, _, key = str(cause.full_key).rpartition(".")
+        adding = parent.split(".")[0] in OPEN
+        hint = f" To add one that the file does not have, write a plus: +{cause.full_key}=..." if adding else ""
+        return f"No key {cause.full_key!r}. {allowed(key, names)}{hint}"
     return str(error).split("See https://")[0]
 
 

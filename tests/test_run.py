@@ -26,7 +26,7 @@ from selfspec.target.loading import random_model
 
 REPO = Path(__file__).parent.parent
 METHODS = ["hf_generate", "ar", "early_exit", "ngram"]
-NUM_RESULTS = 4 * len(METHODS)
+NUM_RESULTS = 4 * (len(METHODS) + 1)  # and `ar_again`, the noise check
 
 
 @pytest.fixture
@@ -67,6 +67,7 @@ def test_a_run_directory_holds_everything(compare) -> None:
     assert list(summary["methods"]) == METHODS
     assert {path.name for path in folder.iterdir()} >= {
         "config.yaml", "overrides.yaml", "provenance.json", "rounds.jsonl", "prompts.jsonl", "summary.json", "DONE",
+        "traces.jsonl",
     }  # fmt: skip
     run = read_run(folder)
     assert len(run.prompts) == len({record.key for record in run.prompts}) == NUM_RESULTS

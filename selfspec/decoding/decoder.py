@@ -33,7 +33,7 @@ from selfspec.drafters import Drafter, NoDraft
 from selfspec.drafters.base import Foretold, Limited
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
-from selfspec.sampling import Sampling, build_rule, build_transforms
+from selfspec.sampling import Rule, Sampling, build_rule, build_transforms
 from selfspec.target import Target
 
 
@@ -78,7 +78,7 @@ class Decoder:
         max_new_tokens: int | Sequence[int] = 128,
         lookahead: int | str | dict[str, Any] | Lookahead = 4,
         sampling: Sampling | None = None,
-        acceptance: str = "auto",
+        acceptance: str | Rule = "auto",
         processors: Sequence[Any] | None = None,
         seed: int = 0,
         eos_token_ids: int | Sequence[int] | None = None,
@@ -154,7 +154,7 @@ class Decoder:
         max_new_tokens: int | Sequence[int] = 128,
         lookahead: int | str | dict[str, Any] | Lookahead = 4,
         sampling: Sampling | None = None,
-        acceptance: str = "auto",
+        acceptance: str | Rule = "auto",
     ) -> Estimate:
         """The memory of decoding these prompts, in bytes, before anything is allocated: weights, keys and values (and
         per token), the draft's own, the rows' and working memory (`selfspec.cache.estimate`). A number stands for a
@@ -219,7 +219,7 @@ def decode(
     max_new_tokens: int | Sequence[int] = 128,
     lookahead: int | str | dict[str, Any] | Lookahead = 4,
     sampling: Sampling | None = None,
-    acceptance: str = "auto",
+    acceptance: str | Rule = "auto",
     processors: Sequence[Any] | None = None,
     seed: int = 0,
     eos_token_ids: int | Sequence[int] | None = None,

@@ -16,12 +16,14 @@ from selfspec.measure.divergence import TOLERANCE, Comparison
 from selfspec.measure.items import longest_prompt, make_item
 from selfspec.measure.memory import growth, in_use
 from selfspec.measure.methods import Settings, decode_method, hf_method
-from selfspec.measure.protocol import AR, Item, Method
+from selfspec.measure.protocol import AR, AR_AGAIN, Item, Method
 from selfspec.prompts import prompts_from_config, prompts_hash, take_evenly
 from selfspec.records import to_json
 from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target, load_target
 from selfspec.training.identity import target_identity
+
+PATHS = ("model", "checkpoint", "draft_vocab")  # options of drafters that name a file or folder
 
 
 @dataclass
@@ -71,6 +73,9 @@ def assemble(config: CompareConfig) -> Bench:
         methods.append(method)
         if isinstance(model := getattr(drafter, "model", None), Target):
             fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
+    if config.measure.noise_check:  # last: as far as can be from `ar` in the rotation
+        methods.append(decode_method(AR_AGAIN, target, None, build_lookahead(1), settings, capacity))
+        methods[-1].memory, methods[-1].trace = alone, None
     tolerance = config.measure.near_tie_tolerance or TOLERANCE[config.runtime.dtype]
     return Bench(
         target=target,
@@ -94,8 +99,12 @@ def lookahead_of(options: Mapping[str, Any], config: GenerateConfig) -> Lookahea
 
 
 def drafter_of(options: Mapping[str, Any], target: Target) -> Drafter:
-    """A drafter from its config. A model path that exists only relative to the clone is taken from there."""
-    model = options.get("model")
-    if isinstance(model, str) and not Path(model).exists() and (conf_dir().parent / model).exists():
-        options = {**options, "model": str(conf_dir().parent / model)}
-    return build_drafter(options, target)
+    """A drafter from its config. A path that exists only relative to the clone is taken from there."""
+    in_clone = {
+        name: str(conf_dir().parent / options[name])
+        for name in PATHS
+        if isinstance(options.get(name), str)
+        and not Path(options[name]).exists()
+        and (conf_dir().parent / options[name]).exists()
+    }
+    return build_drafter({**options, **in_clone}, target)

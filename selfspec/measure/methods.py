@@ -13,8 +13,9 @@ from selfspec.decoding.stopping import StopStrings
 from selfspec.drafters import Drafter
 from selfspec.lookahead import Lookahead
 from selfspec.measure.protocol import HF, Method
+from selfspec.measure.tracing import Recorder, Watched
 from selfspec.records import RoundRecord
-from selfspec.sampling import Sampling
+from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target
 
 
@@ -61,7 +62,23 @@ def decode_method(
         )
         return output
 
-    return Method(label, generate, synthetic=getattr(drafter, "synthetic", False))
+    def trace(prompt_ids: list[int], max_new_tokens: int, seed: int) -> Recorder:
+        rule = Watched(build_rule(settings.acceptance, settings.sampling))
+        recorder = Recorder(target.tokenizer, rule)
+        eager = Decoder(target, drafter, capacity=capacity, rounds="eager")  # what is watched cannot be a graph
+        eager.decode(
+            [prompt_ids],
+            max_new_tokens=max_new_tokens,
+            lookahead=lookahead,
+            sampling=settings.sampling,
+            acceptance=rule,
+            seed=seed,
+            ignore_eos=settings.ignore_eos,
+            on_round=recorder,
+        )
+        return recorder
+
+    return Method(label, generate, synthetic=getattr(drafter, "synthetic", False), trace=trace)
 
 
 def hf_method(target: Target, settings: Settings) -> Method:

@@ -12,14 +12,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from selfspec.measure.memory import Memory, growth, rise
 from selfspec.records import Key, PromptRecord, RoundRecord
 
+if TYPE_CHECKING:
+    from selfspec.measure.tracing import Recorder
+
 AR = "ar"  # our loop without a draft: what every method is compared with
+AR_AGAIN = "ar_again"  # the same once more: the ratio of the two says how quiet the machine was
 HF = "hf_generate"
 WARMUP_PASSES = 2  # the first makes kernels and allocations, the second shows that they are there
 
@@ -43,13 +47,15 @@ class Output(Protocol):
 class Method:
     """One row of the table. `generate(prompt token ids, max_new_tokens, seed)` times itself.
 
-    `memory`: what stays allocated for it, the target included, while it does not run.
+    `memory`: what stays allocated for it, the target included, while it does not run. `trace`: the same generation
+    once more, round by round (selfspec.measure.tracing), where a method has rounds.
     """
 
     label: str
     generate: Callable[[list[int], int, int], Output]
     synthetic: bool = False
     memory: Memory = field(default_factory=Memory)
+    trace: Callable[[list[int], int, int], Recorder] | None = None
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class RoundRecord:
     draft_s: float
     verify_s: float
     other_s: float
+    source: int = 0  # which part made the draft, where a drafter has several (hybrid: 0 learned, 1 copied)
 
 
 @dataclass(slots=True)
@@ -89,6 +90,7 @@ class TraceRecord:
     method: str
     prompt_text: str
     rounds: list[TraceRound]
+    times_measured: bool = True  # False: the times are of the traced generation itself, slowed down by tracing
 
 
 # ---- to and from JSON
@@ -136,9 +138,9 @@ def rounds_from_lists(value: object, where: str) -> list[RoundRecord]:
     if not isinstance(value, list):
         raise UserError(f"{where}: rounds should be a list, found {type(value).__name__}.")
     for entry in value:
-        if not isinstance(entry, list) or len(entry) != len(_ROUND_FIELDS):
+        if not isinstance(entry, list) or not _ROUND_REQUIRED <= len(entry) <= len(_ROUND_FIELDS):
             raise UserError(f"{where}: a round should be a list {_ROUND_FIELDS}, found {entry!r}.")
-        for name, number in zip(_ROUND_FIELDS, entry, strict=True):
+        for name, number in zip(_ROUND_FIELDS, entry, strict=False):
             _check_type(number, _ROUND_TYPES[name], f"{where}: {name}")
     return [RoundRecord(*entry) for entry in value]
 
@@ -153,8 +155,8 @@ def trace_to_dict(trace: TraceRecord) -> dict[str, Any]:
         }
         for entry in trace.rounds
     ]
-    head = {"prompt_id": trace.prompt_id, "method": trace.method, "prompt_text": trace.prompt_text}
-    return {"schema_version": SCHEMA_VERSION, **head, "rounds": rounds}
+    names = ("prompt_id", "method", "prompt_text", "times_measured")
+    return {"schema_version": SCHEMA_VERSION, **{name: getattr(trace, name) for name in names}, "rounds": rounds}
 
 
 def trace_from_dict(entry: Mapping[str, Any], where: str) -> TraceRecord:
@@ -166,7 +168,8 @@ def trace_from_dict(entry: Mapping[str, Any], where: str) -> TraceRecord:
             )
             for part in entry["rounds"]
         ]
-        return TraceRecord(entry["prompt_id"], entry["method"], entry["prompt_text"], rounds)
+        measured = entry.get("times_measured", True)
+        return TraceRecord(entry["prompt_id"], entry["method"], entry["prompt_text"], rounds, measured)
     except (KeyError, TypeError) as error:
         raise UserError(f"{where} is not a trace of this schema ({error!r}); write it with `write_traces`.") from None
 
@@ -205,5 +208,6 @@ def check_version(version: object, where: object) -> None:
 _SCALARS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,)}
 _ROUND_TYPES = {item.name: str(item.type) for item in fields(RoundRecord)}
 _ROUND_FIELDS = list(_ROUND_TYPES)
+_ROUND_REQUIRED = _ROUND_FIELDS.index("source")  # runs from before hybrid drafts end here
 _PROMPT_TYPES = {item.name: str(item.type) for item in fields(PromptRecord) if item.name != "rounds"}
 _PROMPT_FIELDS = list(_PROMPT_TYPES)

@@ -18,7 +18,9 @@ def caption(runs: Sequence[Measured]) -> str:
     """One paragraph; facts that all runs share are said once."""
     facts = [[fact for fact in _facts(item) if fact] for item in runs]
     shared = [fact for fact in facts[0] if all(fact in other for other in facts)]
-    sentences = ["; ".join(shared)] if shared else []
+    noisy = [item.run.path.resolve().name for item in runs if (check := item.summary["noise_check"]) and check["noisy"]]
+    sentences = [f"NOISY ({', '.join(noisy)}): AR measured twice differs from itself, see below"] if noisy else []
+    sentences += ["; ".join(shared)] if shared else []
     for item, own in zip(runs, facts, strict=True):
         different = [fact for fact in own if fact not in shared]
         if different:
@@ -65,6 +67,7 @@ def _facts(item: Measured) -> list[str]:
         _dtype(config, provenance),
         _sampling(config.get("sampling")),
         _field("acceptance {}", config, "acceptance").replace("acceptance auto", ""),
+        _lookahead(config),
         _prompts(summary),
         _field("at most {} new tokens", config, "max_new_tokens"),
         _hardware(machine(provenance)),
@@ -91,6 +94,29 @@ def _sampling(sampling: object) -> str:
     return ", ".join([f"temperature {sampling['temperature']:g}", *others])
 
 
+def _lookahead(config: Mapping[str, Any]) -> str:
+    """K of every drafter; those with a lookahead of their own are named."""
+    if not config.get("drafters"):
+        return ""
+    own = [
+        f"{_policy(drafter['lookahead'])} for {label}"
+        for label, drafter in config["drafters"].items()
+        if isinstance(drafter, Mapping) and drafter.get("lookahead")
+    ]
+    shared = [_policy(config.get("lookahead"))] if len(own) < len(config["drafters"]) else []
+    return ", ".join(part for part in shared + own if part)
+
+
+def _policy(lookahead: object) -> str:
+    """`K = 4`, or the policy's name and settings."""
+    if not isinstance(lookahead, Mapping):
+        return f"K = {lookahead}" if lookahead else ""
+    settings = {name: value for name, value in lookahead.items() if name != "kind" and value is not None}
+    if lookahead.get("kind", "fixed") == "fixed":
+        return f"K = {settings.get('num_drafted', '?')}"
+    return f"{lookahead['kind']} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
+
+
 def _prompts(summary: Mapping[str, Any]) -> str:
     num_prompts, num_repeats = summary["num_prompts"], summary["num_repeats"]
     repeats = f", {num_repeats} repeats" if num_repeats > 1 else ""
@@ -109,7 +135,9 @@ def _hardware(found: Mapping[str, Any]) -> str:
     names = [str(gpu.get("name", gpu)) if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus] if gpus else []
     parts = [", ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)), str(found.get("cpu") or "")]
     parts += [
-        f"{found[name]} {what}" for name, what in (("num_cpus", "CPUs"), ("num_threads", "threads")) if found.get(name)
+        f"{found[name]} {what}{'s' * (found[name] != 1)}"
+        for name, what in (("num_cpus", "CPU"), ("num_threads", "thread"))
+        if found.get(name)
     ]
     return ", ".join(part for part in parts if part)
 

@@ -84,6 +84,8 @@ def _section(trace: TraceRecord) -> str:
     facts = f"{len(kept)} tokens in {num_rounds} rounds, {num_rejected} drafted tokens rejected, {seconds:.3f} s"
     if num_rounds:
         facts += f"; τ = {len(kept) / num_rounds:.2f} tokens per verify pass"
+    if not trace.times_measured:
+        facts += "; times of the traced generation itself, slower than measured ones"
     rows = "\n".join(_row(index, entry, longest) for index, entry in enumerate(trace.rounds, start=1))
     return (
         f"<section>\n<h2>{_text(trace.prompt_id)}: {_text(trace.method)}</h2>\n"

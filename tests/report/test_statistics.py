@@ -198,3 +198,17 @@ def test_categories_partition_the_prompts():
     assert set(summary["categories"]) == {"chat", "code", "math"}
     per_category = [methods["early_exit"] for methods in summary["categories"].values()]
     assert sum(stats["num_prompts"] for stats in per_category) == summary["methods"]["early_exit"]["num_prompts"]
+
+
+def test_the_baseline_measured_again_is_the_noise_check_and_no_row_of_its_own():
+    records = made_records(repeats=1)
+    again = [replace(r, method="ar_again", total_s=r.total_s * 1.001, decode_s=r.decode_s + r.total_s * 0.001)
+             for r in records if r.method == "ar"]  # fmt: skip
+    even = [replace(r, total_s=t, decode_s=t - r.prefill_s) for i, r in enumerate(again)
+            for t in [r.total_s * (1.01 if i % 2 else 0.99)]]  # fmt: skip
+    quiet = summarise(records + even)
+    assert quiet["noise_check"]["noisy"] is False and "ar_again" not in quiet["methods"]
+    slower = [replace(r, total_s=1.05 * r.total_s, decode_s=1.05 * r.total_s - r.prefill_s) for r in even]
+    noisy = summarise(records + slower)["noise_check"]
+    assert noisy["noisy"] is True and noisy["speedup_paired_geomean_high"] < 1.0
+    assert noisy["speedup_paired_geomean"] == pytest.approx(quiet["noise_check"]["speedup_paired_geomean"] / 1.05)

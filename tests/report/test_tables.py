@@ -13,6 +13,7 @@ from made_runs import made_record, made_records, timed_record, write_run
 from rich.console import Console
 
 from selfspec.errors import UserError
+from selfspec.report.caption import _hardware, _lookahead
 from selfspec.report.render import print_table, to_latex, to_markdown
 from selfspec.report.runs import find_run_dirs, load_runs
 from selfspec.report.tables import DASH, category_table, comparison_table, to_csv
@@ -110,6 +111,33 @@ def test_caption_names_hardware_versions_precision_temperature_prompts_and_hash(
     ):
         assert part in caption
     assert caption.endswith("Config 0123abcd.")
+
+
+def test_a_noisy_run_says_so_in_every_caption_and_label(load_one_at):
+    records = made_records(repeats=1)
+    slow = [timed_record(r.prompt_id, "ar_again", 60, 60, 1.2 * r.total_s, category=r.category)
+            for r in records if r.method == "ar"]  # fmt: skip
+    item = load_one_at(records + slow)
+    for table in (comparison_table([item]), category_table([item])):
+        assert table.caption.startswith("NOISY (one-0000000f)")
+        assert "noisy" in table.blocks[0].label
+        assert any(note.startswith("AR against AR: 0.8") for note in table.notes)
+    assert "ar_again" not in [row[0] for row in comparison_table([item]).blocks[0].rows]
+
+
+def test_the_caption_says_k_for_every_drafter_and_counts_threads_in_english():
+    shared = {"kind": "fixed", "num_drafted": 4}
+    own = {"kind": "ngram", "lookahead": {"kind": "fixed", "num_drafted": 2}}
+    adaptive = {"kind": "ngram", "lookahead": {"kind": "confidence", "threshold": 0.4, "most": None}}
+    exits = {"kind": "early_exit", "exit_layer": 3}
+    assert _lookahead({"lookahead": shared, "drafters": {"a": exits}}) == "K = 4"
+    assert _lookahead({"lookahead": shared, "drafters": {"a": exits, "b": own}}) == "K = 4, K = 2 for b"
+    assert _lookahead({"lookahead": shared, "drafters": {"b": own}}) == "K = 2 for b"
+    assert _lookahead({"lookahead": 3, "drafters": {"a": exits, "c": adaptive}}) == (
+        "K = 3, confidence (threshold 0.4) for c"
+    )
+    assert _lookahead({"lookahead": shared, "drafters": {}}) == ""
+    assert _hardware({"num_cpus": 1, "num_threads": 1}) == "1 CPU, 1 thread"
 
 
 def test_runs_of_one_table_share_what_they_share_and_say_what_differs(tmp_path):

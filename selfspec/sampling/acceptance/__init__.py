@@ -16,11 +16,13 @@ __all__ = ["Rule", "Verdict", "build_rule"]
 SAMPLED_RULES: dict[str, type[Rule]] = {"rejection": Rejection, "coupled": Coupled, "block": Block, "typical": Typical}
 
 
-def build_rule(acceptance: str, sampling: Sampling) -> Rule:
+def build_rule(acceptance: str | Rule, sampling: Sampling) -> Rule:
     """The rule for these settings. At temperature 0 p is one-hot and every rule is greedy acceptance.
 
     Raises UserError on an unknown name, and on "greedy" when sampling, which would not keep p.
     """
+    if not isinstance(acceptance, str):
+        return acceptance  # the caller's own
     if acceptance not in ("auto", "greedy", *SAMPLED_RULES):
         raise UserError(f"acceptance={acceptance!r} is not one of auto, greedy, {', '.join(SAMPLED_RULES)}.")
     if sampling.greedy:
