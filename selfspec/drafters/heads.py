@@ -42,6 +42,15 @@ class LastState:
         self.hidden_BM[row].zero_()
 
 
+def bytes_of_heads(target: Target, heads: nn.Module, token_ids_N: Tensor | None) -> int:
+    """Of trained heads, and of the rows of the target's output matrix that a reduced vocabulary copies."""
+    itemsize, own = target.dtype.itemsize, sum(weight.numel() for weight in heads.parameters()) * target.dtype.itemsize
+    if token_ids_N is None:
+        return own
+    has_own = any(name.startswith("lm_head") for name, _ in heads.named_parameters())
+    return own + token_ids_N.nbytes + (0 if has_own else len(token_ids_N) * target.width * itemsize)
+
+
 def start_state(target: Target, rows: Rows) -> None:
     rows.draft_state = LastState(torch.zeros(rows.num_rows, target.width, dtype=target.dtype, device=target.device))
 

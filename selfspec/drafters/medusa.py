@@ -25,6 +25,7 @@ from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.heads import (
     Outputs,
+    bytes_of_heads,
     keep_state,
     linears,
     num_outputs,
@@ -83,6 +84,10 @@ class Medusa:
         self._first = packed(*(head[0] for head in blocks))
         self._further = [[packed(block) for block in head[1:]] for head in blocks]
         self._outputs = Outputs(target, linears(heads.lm_head), token_ids)
+        self._weight_bytes = bytes_of_heads(target, heads, token_ids)
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        return self._weight_bytes, num_rows * self.target.width * self.target.dtype.itemsize
 
     def start(self, rows: Rows) -> None:
         start_state(self.target, rows)
