@@ -9,6 +9,7 @@ there does not count; where the host may look (eagerly, on the CPU) the draft en
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ class Drafting:
         self, rows: Rows, plan: Plan, sampler: Sampler, stopping: Stopping | None = None, may_look: bool = False
     ) -> None:
         """may_look: the host may read the device after each token, to end the draft early."""
-        self.plan = plan
+        self.plan, self.may_look = plan, may_look
         self.num_steps = 0
-        self._rows, self._sampler, self._stopping, self._may_look = rows, sampler, stopping, may_look
+        self._rows, self._sampler, self._stopping = rows, sampler, stopping
         self._q: list[Tensor] = []
         self._goes_on_B = rows.active_B
         self._num_drafted_B = torch.zeros_like(rows.lengths_B)
@@ -37,9 +38,15 @@ class Drafting:
     def seed(self) -> int | Tensor:
         return self._sampler.seed
 
+    def at_most(self, num_drafted: int | None) -> Drafting:
+        """The same phase with a shorter plan, for a drafter that is part of another."""
+        fewer = self.plan.num_drafted if num_drafted is None else min(num_drafted, self.plan.num_drafted)
+        plan = replace(self.plan, num_drafted=fewer)
+        return Drafting(self._rows, plan, self._sampler, self._stopping, self.may_look)
+
     def __iter__(self) -> Iterator[int]:
         for step in range(self.plan.num_drafted):
-            if step > 0 and self._may_look and self._stopping is not None and not bool(self._goes_on_B.any()):
+            if step > 0 and self.may_look and self._stopping is not None and not bool(self._goes_on_B.any()):
                 return
             yield step
 

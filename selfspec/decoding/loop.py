@@ -187,7 +187,7 @@ def hand_out(
     if cut is not None:
         del output.token_ids[cut:]
         num_emitted = cut - num_before
-    record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *phase_seconds(stopwatch))
+    record = RoundRecord(report.num_drafted, report.num_accepted, num_emitted, *phase_seconds(stopwatch), report.source)
     output.rounds.append(record)
     assert running.decode_start_s is not None, "only rows that decode take part in rounds"
     now_s = stopwatch.now()

@@ -44,6 +44,7 @@ class RoundReport:
     error: int  # 0, or a code for `selfspec.sampling.raise_for`
     alpha_sum: float  # Σ over tested positions of Σ_v min(p, q)
     alpha_count: int
+    source: int
     drafted_ids: list[int]
     emitted_ids: list[int]
 
@@ -55,12 +56,12 @@ class RoundReport:
     @classmethod
     def parse(cls, columns: list[float]) -> RoundReport:
         num_drafted, num_accepted, num_emitted, state, error = (int(x) for x in columns[:5])
-        tokens = [int(x) for x in columns[7:]]
+        tokens = [int(x) for x in columns[8:]]
         width = (len(tokens) + 1) // 2
         emitted_ids = tokens[width - 1 :][:num_emitted]
         drafted_ids = tokens[:num_drafted]
         counts = (num_drafted, num_accepted, num_emitted, state, error)
-        return cls(*counts, columns[5], int(columns[6]), drafted_ids, emitted_ids)
+        return cls(*counts, columns[5], int(columns[6]), int(columns[7]), drafted_ids, emitted_ids)
 
 
 class Rows:
@@ -243,7 +244,7 @@ class Rows:
     def commit(self, draft: Draft, verdict: Verdict, alpha_B2: Tensor) -> Tensor:
         """Accepted drafts, then the correction or bonus token; cut at EOS and at the limit. No host read.
 
-        Returns what the host needs to know, `[B, 7 + K + K+1]` in float64 (exact for token ids): see `RoundReport`.
+        Returns what the host needs to know, `[B, 8 + K + K+1]` in float64 (exact for token ids): see `RoundReport`.
         """
         accepted_B1 = verdict.num_accepted_B[:, None]
         width = draft.tokens_BK.shape[1] + 1
@@ -261,7 +262,9 @@ class Rows:
         self.lengths_B += num_emitted_B
         self.active_B &= state_B == RUNNING  # the host may read this a round late
         counts_B4 = torch.stack([draft.num_drafted_B, verdict.num_accepted_B, num_emitted_B, state_B], 1)
-        return torch.cat([counts_B4, verdict.error_B[:, None], alpha_B2, draft.tokens_BK, emitted_BT], 1)
+        source_B = torch.zeros_like(state_B) if draft.source_B is None else draft.source_B
+        columns = [counts_B4, verdict.error_B[:, None], alpha_B2, source_B[:, None], draft.tokens_BK, emitted_BT]
+        return torch.cat(columns, 1)
 
     def advance(self, row: int, emitted: Sequence[int]) -> None:
         """The host's half of a commit, from the report it read."""

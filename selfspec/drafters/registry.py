@@ -22,14 +22,16 @@ DRAFTERS = {
     "early_exit": "selfspec.drafters.early_exit",
     "exit_adapter": "selfspec.drafters.exit_adapter",
     "hydra": "selfspec.drafters.hydra",
+    "hybrid": "selfspec.drafters.hybrid",
     "independent": "selfspec.drafters.independent",
     "layerskip": "selfspec.drafters.layerskip",
     "medusa": "selfspec.drafters.medusa",
+    "mtp": "selfspec.drafters.mtp",
     "ngram": "selfspec.drafters.ngram",
     "synthetic": "selfspec.drafters.synthetic",
 }
 # kinds whose Options have `checkpoint`: a folder with a draft of that kind
-TRAINED: tuple[str, ...] = ("eagle3", "exit_adapter", "hydra", "layerskip", "medusa")
+TRAINED: tuple[str, ...] = ("eagle3", "exit_adapter", "hydra", "layerskip", "medusa", "mtp")
 NOT_OPTIONS = ("kind", "label", "lookahead")  # read by run.py, not by the drafter
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from head_drafts import random_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec import Sampling, UserError, build_drafter, decode, wrap_target
@@ -19,6 +20,8 @@ from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import NoDraft
+from selfspec.drafters.hydra import Hydra
+from selfspec.drafters.medusa import Medusa
 from selfspec.lookahead import Plan
 from selfspec.sampling import build_rule, build_transforms
 from tiny_models import prompt_ids, tiny_llama
@@ -29,6 +32,8 @@ DRAFTERS = {
     "early_exit": build_drafter("early_exit", TARGET, exit_layer=2),
     "independent": build_drafter("independent", TARGET, model=wrap_target(tiny_llama(seed=5, num_layers=2))),
     "ngram": build_drafter("ngram", TARGET),
+    "medusa": Medusa(TARGET, *random_heads("medusa", TARGET, d_vocab=40)),
+    "hydra": Hydra(TARGET, *random_heads("hydra", TARGET)),
 }
 HOST_READS = {
     "aten._local_scalar_dense.default",
@@ -161,9 +166,7 @@ def test_reading_results_a_round_late_changes_no_token(drafter, max_batch_rows, 
     ):
         expected = decode(TARGET, DRAFTERS[drafter], prompts, **options, max_batch_rows=max_batch_rows)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                loop, "choose_rounds", lambda drafter, rows, sampler, mode: LateRounds(drafter, rows, sampler)
-            )
+            patch.setattr(loop, "choose_rounds", lambda drafter, rows, sampler, *_: LateRounds(drafter, rows, sampler))
             late = decode(TARGET, DRAFTERS[drafter], prompts, **options, max_batch_rows=max_batch_rows)
         assert [o.token_ids for o in late] == [o.token_ids for o in expected]
         assert [o.finish_reason for o in late] == [o.finish_reason for o in expected]

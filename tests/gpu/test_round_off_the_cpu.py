@@ -75,7 +75,7 @@ def test_a_round_stays_on_its_device_and_reads_no_number(drafter, rule, on_meta)
     decode_round(target, drafter, rows, once, sampler, stopwatch)  # makes what is made once
     with OnlyThere():
         report = decode_round(target, drafter, rows, Drafting(rows, Plan(num_drafted), sampler), sampler, stopwatch)
-    assert report.shape == (2, 7 + num_drafted + num_drafted + 1)
+    assert report.shape == (2, 8 + num_drafted + num_drafted + 1)
 
 
 def test_every_drafter_is_tried():
