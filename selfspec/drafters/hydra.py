@@ -24,6 +24,7 @@ from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.heads import (
     Outputs,
+    bytes_of_heads,
     keep_state,
     linears,
     num_outputs,
@@ -50,8 +51,12 @@ class Options:
 class HydraHeads(nn.Module):
     """The weights. `state` is what training and reading agree on."""
 
-    def __init__(self, width: int, num_heads: int, num_blocks: int, num_own_outputs: int = 0) -> None:
-        """num_own_outputs: rows of each head's own output matrix; 0: the target's is used."""
+    def __init__(
+        self, width: int, num_heads: int, num_blocks: int, num_own_outputs: int = 0, own_bias: bool = False
+    ) -> None:
+        """num_own_outputs: rows of each head's own output matrix; 0: the target's is used. own_bias: published heads
+        add one to theirs; ours are trained without.
+        """
         super().__init__()
         reads = [(head + 2) * width for head in range(num_heads)]
         self.residual = nn.ModuleList(nn.Linear(read, width) for read in reads)
@@ -59,7 +64,7 @@ class HydraHeads(nn.Module):
             nn.ModuleList(nn.Linear(width if block else read, width) for block in range(num_blocks)) for read in reads
         )
         own = num_heads if num_own_outputs else 0
-        self.lm_head = nn.ModuleList(nn.Linear(width, num_own_outputs, bias=False) for _ in range(own))
+        self.lm_head = nn.ModuleList(nn.Linear(width, num_own_outputs, bias=own_bias) for _ in range(own))
 
     def state(self, head: int, read_NX: Tensor) -> Tensor:
         """`[N, M]`: one head's state, before its output matrix. X = (head + 2) M."""
@@ -83,6 +88,10 @@ class Hydra:
         self._first = [packed(wide, head[0]) for wide, head in zip(linears(heads.residual), blocks, strict=True)]
         self._further = [[packed(block) for block in head[1:]] for head in blocks]
         self._outputs = Outputs(target, linears(heads.lm_head), token_ids)
+        self._weight_bytes = bytes_of_heads(target, heads, token_ids)
+
+    def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
+        return self._weight_bytes, num_rows * self.target.width * self.target.dtype.itemsize
 
     def start(self, rows: Rows) -> None:
         start_state(self.target, rows)
@@ -114,6 +123,6 @@ def build(target: Target, options: Options) -> Hydra:
     num_heads, num_blocks = read_count(checkpoint, "num_heads"), read_count(checkpoint, "num_blocks")
     own = num_outputs(checkpoint, target) if read_flag(checkpoint, "own_head") else 0
     with torch.device("meta"):
-        heads = HydraHeads(target.width, num_heads, num_blocks, own)
+        heads = HydraHeads(target.width, num_heads, num_blocks, own, checkpoint.config.get("own_bias") is True)
     load_into(heads, checkpoint)
     return Hydra(target, heads, checkpoint.token_ids)
