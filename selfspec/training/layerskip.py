@@ -82,7 +82,6 @@ class LayerSkipTrainee:
         self.module: nn.Module = self.stack.trained
         self.reported = sorted({self.exit_layer, *(options.validate_exits or ())})
         self._step, self._steps = 0, 1
-        self._base_nll: dict[bytes, float] = {}
 
     def at_step(self, step: int, steps: int) -> None:
         self._step, self._steps = step, steps
@@ -111,9 +110,7 @@ class LayerSkipTrainee:
         return schedule.loss_weights(on, self.scales)
 
     def validate(self, batches: Iterable[Batch], greedy: set[int]) -> Validation:
-        return validate_exits(
-            self.stack, self.target, batches, greedy, self.exit_layer, self.reported, self.token_ids, self._base_nll
-        )
+        return validate_exits(self.stack, batches, greedy, self.exit_layer, self.reported, self.token_ids)
 
     def save(self, folder: Path) -> None:
         save_layerskip(self.stack, self.target, folder, self.exit_layer, self.exits[:-1], self.token_ids)

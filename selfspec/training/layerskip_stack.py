@@ -57,6 +57,10 @@ class SkipStack:
         self.trained: nn.Module = nn.ParameterDict(trained)
 
     @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
     def head_VM(self) -> Tensor:
         weight: Tensor = self._head.weight
         return weight
