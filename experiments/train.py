@@ -43,7 +43,8 @@ def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
             if "step" in record:
                 tracker.log(numbers, step=int(record["step"]))
 
-        summary = train_draft(target, kind, job.draft, job.train, job.data, job.out, command, report, processes)
+        options = job.draft_options()
+        summary = train_draft(target, kind, options, job.train, job.data, job.out, command, report, processes)
     if processes.first:
         tracker.summary(summary)
 

@@ -46,10 +46,14 @@ class TrainJobConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     drafter: dict[str, Any] = field(default_factory=dict)
     draft: dict[str, Any] = field(default_factory=dict)  # the draft's own shape; checked by what builds it
+    draft_defaults: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind; `draft` goes before them
     train: TrainConfig = field(default_factory=TrainConfig)
     data: str = MISSING
     out: str = MISSING
     tracking: dict[str, Any] = field(default_factory=dict)
+
+    def draft_options(self) -> dict[str, Any]:
+        return {**self.draft_defaults.get(str(self.drafter.get("kind")), {}), **self.draft}
 
 
 Job = TypeVar("Job")

@@ -241,3 +241,15 @@ def load_dataset(folder: str | Path) -> Dataset:
             )
     digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
     return Dataset(train, held_out, manifest, digest)
+
+
+def check_made_by(folder: str | Path, dataset: Dataset, identity: dict[str, Any]) -> None:
+    """UserError when the data was made by another target or under another chat template than `identity` says."""
+    made_by = dataset.manifest["target"]
+    for what in ("fingerprint", "template"):
+        if made_by[what] != identity[what]:
+            raise UserError(
+                f"The data in {folder} was made by target {made_by['name']!r} with {what} {made_by[what]}, but this "
+                f"target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's text: make "
+                "data with this one, or give the target (and tokenizer) it was made with."
+            )

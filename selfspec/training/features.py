@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.target import Target
-from selfspec.training.data import Dataset, Sample, read_shard, write_atomically
+from selfspec.training.data import Dataset, Sample, check_made_by, read_shard, write_atomically
 from selfspec.training.teacher import is_of, observed, teacher_folder, write_teachers
 
 
@@ -55,7 +55,10 @@ def observe_data(
     num_kept: int,
     progress: Callable[[str], None] = print,
 ) -> None:
-    """Compute what is not kept yet: hidden states entering `layers` and (num_kept > 0) the target's distributions."""
+    """Compute what is not kept yet: hidden states entering `layers` and (num_kept > 0) the target's distributions.
+    UserError when this target did not make the data.
+    """
+    check_made_by(folder, dataset, identity)
     for shard in dataset.manifest["shards"]:
         name, sha256 = shard["file"], shard["sha256"]
         missing = [layer for layer in sorted(set(layers)) if not is_of(_kept(folder, identity, layer) / name, sha256)]

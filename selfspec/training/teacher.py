@@ -20,10 +20,9 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from selfspec.cache import Pass
-from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Teacher
-from selfspec.training.data import Dataset, Sample, read_shard, write_atomically
+from selfspec.training.data import Dataset, Sample, check_made_by, read_shard, write_atomically
 
 ROWS = 16
 
@@ -37,18 +36,10 @@ def teachers_for(
     num_kept: int,
     progress: Callable[[str], None] = print,
 ) -> dict[int, Teacher]:
-    """Sample index -> Teacher for every sample of the dataset, computing what is not kept yet.
-
-    UserError when the data was made by another target or under another chat template than `identity` says.
+    """Sample index -> Teacher for every sample of the dataset, computing what is not kept yet. UserError when this
+    target did not make the data.
     """
-    made_by = dataset.manifest["target"]
-    for what in ("fingerprint", "template"):
-        if made_by[what] != identity[what]:
-            raise UserError(
-                f"The data in {folder} was made by target {made_by['name']!r} with {what} {made_by[what]}, but this "
-                f"target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's text: make "
-                "data with this one, or give the target (and tokenizer) it was made with."
-            )
+    check_made_by(folder, dataset, identity)
     kept = teacher_folder(folder, identity, num_kept)
     teachers: dict[int, Teacher] = {}
     for shard in dataset.manifest["shards"]:

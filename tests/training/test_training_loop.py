@@ -250,7 +250,7 @@ def test_data_of_another_target_or_template_is_refused(
             train_draft(chat_target, "independent", DRAFT, CONFIG, data, tmp_path / "o", "c", quiet)
     finally:
         chat_target.tokenizer.chat_template = template
-    assert not (tmp_path / "o").exists()
+    assert not (tmp_path / "o").exists() and not list(data.glob("*/"))  # nor was the wrong target run over the text
 
 
 def test_bad_drafts_and_settings_are_user_errors(chat_target: Target):
