@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from selfspec import load_drafter
+from selfspec.drafters import Drafter
 from selfspec.target import Target
 from selfspec.training.draft_vocab import write_draft_vocab
 from selfspec.training.trainee import Trainee, build_trainee
@@ -42,6 +45,12 @@ def random_trainee(
 def random_draft(kind: str, target: Target, folder: Path, **options: Any) -> Path:
     random_trainee(kind, target, folder, **options).save(folder)
     return folder
+
+
+def random_drafter(kind: str, target: Target, **options: Any) -> Drafter:
+    """A random draft on `target`'s device, written and read."""
+    with TemporaryDirectory() as folder:
+        return load_drafter(random_draft(kind, target, Path(folder), **options), target)
 
 
 def features_of(target: Target, token_ids: list[int], layers: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from head_drafts import random_heads
+from layer_drafts import random_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfspec import Sampling, UserError, build_drafter, decode, wrap_target
@@ -34,6 +35,9 @@ DRAFTERS = {
     "ngram": build_drafter("ngram", TARGET),
     "medusa": Medusa(TARGET, *random_heads("medusa", TARGET, d_vocab=40)),
     "hydra": Hydra(TARGET, *random_heads("hydra", TARGET)),
+    "eagle3": random_drafter("eagle3", TARGET, d_vocab=40, feature_layers=(1, 2, 4)),
+    "exit_adapter": random_drafter("exit_adapter", TARGET, exit_layer=2),
+    "mtp": random_drafter("mtp", TARGET, d_vocab=40),
 }
 HOST_READS = {
     "aten._local_scalar_dense.default",
