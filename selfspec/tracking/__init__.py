@@ -4,6 +4,7 @@
     tracker.start(config, run_name="quick", group="smollm2", job_type="compare", run_dir=path, config_hash=hash)
     log_result(tracker, record)            # for every prompt record, outside timed sections
     tracker.summary(summary)
+    tracker.keep("figures", "quick", paths)
     tracker.finish(exit_code=0)            # always, also after an exception (then not 0)
 
 A new tracker is one file with the methods of `Tracker`, one line in `build_tracker` and one file in conf/tracking.
@@ -15,20 +16,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.errors import UserError
-from selfspec.tracking.base import Tracker, log_result
+from selfspec.tracking.base import ARTIFACTS, Tracker, log_result
 from selfspec.tracking.guard import GuardedTracker
 from selfspec.tracking.null import NullTracker
 
-__all__ = ["KINDS", "Tracker", "build_tracker", "log_result", "tracker_from_config"]
+__all__ = ["KINDS", "Tracker", "build_tracker", "log_result", "tracker_from_config", "wanted_artifacts"]
 
 KINDS = ("none", "jsonl", "wandb", "wandb_offline")
-CONFIG_KEYS = ("kind", "project", "entity", "tags")
+CONFIG_KEYS = ("kind", "project", "entity", "tags", "artifacts")
 
 
 def build_tracker(
-    kind: str, *, project: str = "selfspec", entity: str | None = None, tags: Sequence[str] = ()
+    kind: str,
+    *,
+    project: str = "selfspec",
+    entity: str | None = None,
+    tags: Sequence[str] = (),
+    artifacts: Sequence[str] = ARTIFACTS,
 ) -> Tracker:
-    """The tracker of that kind; `project`, `entity` and `tags` are W&B's. UserError for another kind."""
+    """The tracker of that kind; the rest is W&B's. UserError for another kind."""
     if kind == "none":
         return NullTracker()
     if kind == "jsonl":
@@ -39,9 +45,10 @@ def build_tracker(
         from selfspec.tracking.wandb import WandbTracker
 
         offline = kind == "wandb_offline"
-        return GuardedTracker(
-            WandbTracker(offline=offline, project=project, entity=entity, tags=tuple(tags)), name="W&B"
+        inner = WandbTracker(
+            offline=offline, project=project, entity=entity, tags=tuple(tags), artifacts=tuple(artifacts)
         )
+        return GuardedTracker(inner, name="W&B")
     raise UserError(f"tracking.kind={kind!r} is unknown. Allowed: {', '.join(KINDS)}.")
 
 
@@ -58,4 +65,18 @@ def tracker_from_config(config: Mapping[str, Any]) -> Tracker:
         project=config.get("project") or "selfspec",
         entity=config.get("entity"),
         tags=tags,
+        artifacts=wanted_artifacts(config),
     )
+
+
+def wanted_artifacts(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a conf/tracking file wants uploaded: none unless it is W&B. UserError for an unknown kind of file."""
+    wanted = config.get("artifacts")
+    if not str(config.get("kind", "none")).startswith("wandb"):
+        return ()
+    if wanted is None:
+        return ARTIFACTS
+    if isinstance(wanted, str) or (unknown := sorted(set(map(str, wanted)) - set(ARTIFACTS))):
+        given = wanted if isinstance(wanted, str) else unknown[0]
+        raise UserError(f"tracking.artifacts: {given!r} is unknown. Give a list of {', '.join(ARTIFACTS)}, or [].")
+    return tuple(map(str, wanted))

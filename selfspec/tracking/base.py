@@ -1,19 +1,21 @@
 """The seam between a run and whatever mirrors it. Run directories are the source of truth; a tracker only shows them.
 
 A run calls: `start` once, then for every result its rounds and the result, `log` for anything else (training),
-`summary` once, `finish` always (0: finished; else: failed). All of them may be called with plain numbers only, and
-only outside timed sections.
+`summary` once, `keep` for each kind of file that is worth keeping, `finish` always (0: finished; else: failed). All of
+them may be called with plain numbers only, and only outside timed sections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from selfspec.records import PromptRecord, RoundRecord
 
-ROUND_METRICS = ("num_drafted", "num_accepted", "num_emitted", "draft_s", "verify_s", "other_s")
+ROUND_METRICS = tuple(one.name for one in fields(RoundRecord))
+ARTIFACTS = ("records", "drafts", "figures")
 
 
 class Tracker(Protocol):
@@ -42,6 +44,9 @@ class Tracker(Protocol):
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """The run's final numbers, nested as you like."""
+
+    def keep(self, kind: str, name: str, paths: Sequence[Path]) -> None:
+        """Files and folders of this run, final by now; kind is one of ARTIFACTS."""
 
     def finish(self, exit_code: int = 0) -> None:
         """Closes the run."""

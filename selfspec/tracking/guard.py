@@ -2,7 +2,9 @@
 
 The guarded tracker runs in one thread of its own. `log_round` and `log` only queue; `log_prompt`, which a run calls
 between timed sections, waits until the queue is empty, so that no tracker works while a clock runs. The wait is
-bounded: after `patience_s` the tracker is given up for the rest of the run. What it missed is in the run directory.
+bounded: after `patience_s` the tracker is given up for the rest of the run. What it missed is in the run directory,
+and `experiments/mirror.py` sends it later. `summary` and `keep` come when nothing is timed any more: they are queued,
+and `finish` waits for them.
 Cost: about 2 microseconds per queued call, and at each `log_prompt` the time that the tracker itself takes.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from selfspec.tracking.base import Tracker
 
 logger = logging.getLogger("selfspec.tracking")
 
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 START_PATIENCE_S = 60.0
 FINISH_PATIENCE_S = 150.0
 
@@ -34,15 +36,15 @@ class GuardedTracker:
         inner: Tracker,
         *,
         name: str,
-        patience_s: float = PATIENCE_S,
-        start_patience_s: float = START_PATIENCE_S,
-        finish_patience_s: float = FINISH_PATIENCE_S,
+        patience_s: float | None = None,
+        start_patience_s: float | None = None,
+        finish_patience_s: float | None = None,
     ) -> None:
         self._inner = inner
         self._name = name
-        self._patience_s = patience_s
-        self._start_patience_s = start_patience_s
-        self._finish_patience_s = finish_patience_s
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._start_patience_s = START_PATIENCE_S if start_patience_s is None else start_patience_s
+        self._finish_patience_s = FINISH_PATIENCE_S if finish_patience_s is None else finish_patience_s
         self._given_up = threading.Event()
         self._warned = threading.Lock()  # taken once, by whoever warns
         self._calls: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
@@ -74,7 +76,10 @@ class GuardedTracker:
     def summary(self, values: Mapping[str, Any]) -> None:
         copied = dict(values)
         self._queue(lambda: self._inner.summary(copied))
-        self._wait(self._patience_s)
+
+    def keep(self, kind: str, name: str, paths: Sequence[Path]) -> None:
+        copied = list(paths)
+        self._queue(lambda: self._inner.keep(kind, name, copied))
 
     def finish(self, exit_code: int = 0) -> None:
         self._queue(lambda: self._inner.finish(exit_code))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -63,6 +63,9 @@ class JsonlTracker:
 
     def summary(self, values: Mapping[str, Any]) -> None:
         self._write("summary", values=redact(values))
+
+    def keep(self, kind: str, name: str, paths: Sequence[Path]) -> None:
+        self._write("keep", kind=kind, name=name, files=sorted(path.name for path in paths))
 
     def finish(self, exit_code: int = 0) -> None:
         self._write("finish", exit_code=exit_code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,5 +23,7 @@ class NullTracker:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def summary(self, values: Mapping[str, Any]) -> None: ...
+
+    def keep(self, kind: str, name: str, paths: Sequence[Path]) -> None: ...
 
     def finish(self, exit_code: int = 0) -> None: ...

@@ -4,28 +4,59 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from wandb_log import read_offline_run
+from wandb_log import OfflineRun, read_offline_run, read_offline_runs
 
 from selfspec.errors import UserError
-from selfspec.records import PromptRecord, RoundRecord
-from selfspec.tracking import KINDS, Tracker, build_tracker, log_result, tracker_from_config
-from selfspec.tracking.base import ROUND_METRICS, flatten, prompt_metrics
+from selfspec.records import PromptRecord, RoundRecord, RunWriter
+from selfspec.tracking import KINDS, Tracker, build_tracker, guard, log_result, tracker_from_config
+from selfspec.tracking.base import ARTIFACTS, ROUND_METRICS, flatten, prompt_metrics
 from selfspec.tracking.guard import GuardedTracker
 from selfspec.tracking.null import NullTracker
+from selfspec.tracking.views import MethodView, method_views, role_of, round_histograms
 from selfspec.tracking.wandb import WandbTracker, run_id
 
-CONFIG = {"target": {"kind": "random", "hf_token": "s3cret"}, "max_new_tokens": 16, "seeds": [1, 2]}
-SUMMARY = {"methods": {"ar": {"al_pooled": 1.0}, "early_exit": {"al_pooled": 2.5, "speedup_ci": [1.1, 1.3]}}}
+CONFIG = {
+    "target": {"kind": "random", "hf_token": "s3cret"},
+    "drafters": {"early_exit": {"kind": "early_exit", "exit_layer": 2}, "small": {"kind": "independent"}},
+    "max_new_tokens": 16,
+    "seeds": [1, 2],
+}
+SUMMARY = {
+    "methods": {
+        "ar": {"al_pooled": 1.0, "joint_acceptance": []},
+        "early_exit": {"al_pooled": 2.5, "joint_acceptance": [0.8, 0.7], "conditional_acceptance": [0.8, 0.875]},
+    },
+    "categories": {"math": {"ar": {"al_pooled": 1.0}, "early_exit": {"al_pooled": 2.5, "num_prompts": 2}}},
+}
+HISTOGRAMS = {"num_drafted", "num_accepted", "num_emitted", "draft_s", "verify_s", "other_s"}
 HASH = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patience() -> Iterator[None]:
+    """On a machine with more to do than cores, wandb may be slow without being broken; no test waits for these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PATIENCE_S", "START_PATIENCE_S", "FINISH_PATIENCE_S"):
+            patch.setattr(guard, name, 150.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def mirrored(patience: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[OfflineRun]]:
+    """A whole run, kept offline and read back: its directory, the run itself, and the runs of its methods."""
+    folder = tmp_path_factory.mktemp("mirrored") / "quick-01234567"
+    whole_run(build_tracker("wandb_offline", project="papers", tags=["a", "b"]), folder, exit_code=1, store=True)
+    return folder, sorted(read_offline_runs(folder), key=lambda run: run.config.get("method", ""))
 
 
 def result(method: str = "early_exit", prompt_id: str = "math-01", num_rounds: int = 3) -> PromptRecord:
@@ -50,32 +81,48 @@ def result(method: str = "early_exit", prompt_id: str = "math-01", num_rounds: i
     )
 
 
-def whole_run(tracker: Tracker, run_dir: Path, exit_code: int = 0) -> None:
+def whole_run(tracker: Tracker, run_dir: Path, exit_code: int = 0, store: bool = False) -> None:
+    """What a run tells its tracker; with `store` the results lie in `run_dir`, too, as those of a real run do."""
     tracker.start(CONFIG, run_name="quick", group="smollm2", job_type="compare", run_dir=run_dir, config_hash=HASH)
     for prompt_id in ("math-01", "math-02"):
-        log_result(tracker, result("ar", prompt_id, num_rounds=2))
-        log_result(tracker, result("early_exit", prompt_id, num_rounds=3))
+        for record in (result("ar", prompt_id, num_rounds=2), result("early_exit", prompt_id, num_rounds=3)):
+            if store:
+                with RunWriter(run_dir) as writer:
+                    writer.append(record)
+            log_result(tracker, record)
     tracker.log({"loss": 2.5, "lr": 0.1}, step=10)
     tracker.summary(SUMMARY)
+    tracker.keep("records", "quick", [Path(__file__)])
     tracker.finish(exit_code)
 
 
-def test_an_offline_wandb_run_read_back_holds_config_rounds_prompts_and_summary(tmp_path: Path):
-    whole_run(build_tracker("wandb_offline", project="papers", tags=["a", "b"]), tmp_path)
-    run = read_offline_run(tmp_path)
+def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """wandb reads its variables once per process, so a test of them needs a fresh one. `folder` is what the code calls
+    it; the result's patience is that of this file.
+    """
+    begin = "import sys, pathlib\nfrom test_tracking import *\nfolder = pathlib.Path(sys.argv[1])\n"
+    begin += "guard.PATIENCE_S = guard.START_PATIENCE_S = guard.FINISH_PATIENCE_S = 150\n"
+    env = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", begin + code, str(folder)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=True)
+
+
+def test_an_offline_wandb_run_read_back_holds_config_rounds_prompts_and_summary(mirrored):
+    folder, (run, *_) = mirrored
 
     assert run.config["max_new_tokens"] == 16
     assert run.config["target"] == {"kind": "random", "hf_token": "[redacted]"}
     assert run.config["config_hash"] == HASH
-    assert (run.run.project, run.run.run_group, run.run.job_type) == ("papers", "smollm2", "compare")
-    assert (run.run.display_name, list(run.run.tags)) == ("quick", ["a", "b"])
-    assert run.run.run_id == run_id(HASH, tmp_path)
+    names = {"project": "papers", "run_group": "smollm2", "job_type": "compare", "display_name": "quick"}
+    assert names.items() <= run.names.items()
+    assert run.names["tags"] == ["a", "b"]
+    assert run.names["run_id"] == run_id(HASH, folder)
 
     rounds = run.rows("early_exit/round/")
     assert [row["index"] for row in rounds] == list(range(6))
     assert [row["prompt_id"] for row in rounds] == ["math-01"] * 3 + ["math-02"] * 3
-    expected = [4, 2, 3, 0.1, 0.2, 0.01]
-    assert [rounds[0][name] for name in ROUND_METRICS] == pytest.approx(expected)
+    expected = {"num_drafted": 4, "num_accepted": 2, "num_emitted": 3, "draft_s": 0.1, "verify_s": 0.2, "other_s": 0.01}
+    assert {name: rounds[0][name] for name in expected} == pytest.approx(expected)
     assert [row["draft_s"] for row in rounds[:3]] == pytest.approx([0.1, 0.2, 0.3])
     assert len(run.rows("ar/round/")) == 4
 
@@ -88,8 +135,104 @@ def test_an_offline_wandb_run_read_back_holds_config_rounds_prompts_and_summary(
     assert run.metrics["early_exit/round/*"] == "early_exit/round/index"
     assert run.metrics["loss"] == "step"
     assert run.summary["methods/early_exit/al_pooled"] == 2.5
-    assert run.summary["methods/early_exit/speedup_ci/1"] == 1.3
-    assert run.exit_code == 0
+    assert run.summary["methods/early_exit/joint_acceptance/1"] == 0.7
+    assert not any("/round/" in key for key in run.summary), "the last round is not a summary"
+    assert run.exit_code == 1, "a failed run says so"
+
+
+def test_every_result_has_a_histogram_over_its_rounds_and_the_summary_has_tables(mirrored):
+    folder, (run, *_) = mirrored
+    histograms = run.rows("early_exit/rounds/num_accepted.")
+    assert [row["values"] for row in histograms] == [[0, 0, 3], [0, 0, 3]]  # three rounds, two accepted in each
+    assert histograms[0]["bins"] == [-0.5, 0.5, 1.5, 2.5]
+    assert {"methods", "categories", "positions"} <= {key.split(".")[0] for key in run.keys}
+    (path,) = folder.glob("wandb/offline-run-*/files/media/table/categories_*.table.json")
+    table = json.loads(path.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [(row["category"], row["method"], row["al_pooled"]) for row in rows] == [
+        ("math", "ar", 1.0),
+        ("math", "early_exit", 2.5),
+    ]
+    (path,) = folder.glob("wandb/offline-run-*/files/media/table/positions_*.table.json")
+    assert json.loads(path.read_text())["data"] == [["early_exit", 1, 0.8, 0.8], ["early_exit", 2, 0.7, 0.875]]
+
+
+def test_one_group_lays_the_methods_over_each_other(mirrored):
+    """The keys of a method's run do not name the method: that is what makes a chart of the group a comparison."""
+    _, (main, *methods) = mirrored
+    by_method = {run.config["method"]: run for run in methods}
+    assert set(by_method) == {"ar", "early_exit"}
+    assert {run.names["run_group"] for run in methods} == {"quick-01234567"} == {main.config["methods_group"]}
+    assert by_method["ar"].names["job_type"] == "baseline"
+    assert by_method["early_exit"].names["job_type"] == "self_draft"
+    assert by_method["early_exit"].config["drafter"] == {"kind": "early_exit", "exit_layer": 2}
+    assert len({run.names["run_id"] for run in (main, *methods)}) == 3
+    wanted = {"prompt/tokens_per_s", "prompt/index", "round/num_accepted.values", "al_pooled"}
+    for run in methods:
+        assert wanted <= run.keys
+        assert [row["index"] for row in run.rows("prompt/") if "index" in row] == [0, 1]
+        assert run.exit_code == 0
+    assert by_method["early_exit"].summary["al_pooled"] == 2.5
+
+
+def test_the_keys_of_the_log_are_these(mirrored):
+    """What charts and sweeps are built on: a key that is renamed breaks them."""
+    _, (main, ar, _) = mirrored
+    rounds = {f"ar/round/{name}" for name in (*ROUND_METRICS, "index", "prompt_id", "repeat")}
+    histograms = {f"ar/rounds/{name}" for name in HISTOGRAMS}
+    of_results = {*prompt_metrics(result()), "index", "prompt_id", "category", "repeat"}
+    found = {key.split(".")[0] for key in main.keys}
+    assert {key for key in found if key.startswith("ar/")} == {
+        *rounds, *histograms, *(f"ar/prompt/{name}" for name in of_results),
+    }  # fmt: skip
+    assert {key.split("/")[0] for key in found} == {
+        "ar", "early_exit", "methods", "categories", "positions", "loss", "lr", "step",
+    }  # fmt: skip
+    assert {key.split(".")[0] for key in ar.keys} == {
+        *(f"prompt/{name}" for name in of_results), *(f"round/{name}" for name in HISTOGRAMS), "al_pooled",
+    }  # fmt: skip
+
+
+def test_under_a_sweep_agent_there_is_one_run_and_it_is_the_trial(tmp_path: Path):
+    folder = tmp_path / "quick-01234567"
+    code = "whole_run(build_tracker('wandb_offline'), folder, store=True)\nimport wandb\nwandb.teardown()"
+    in_a_process_of_its_own(code, folder, WANDB_SWEEP_ID="sweep123", WANDB_RUN_ID="trial7")
+    (run,) = read_offline_runs(folder)
+    assert run.names["run_id"] == "trial7"
+    assert run.summary["methods/early_exit/al_pooled"] == 2.5
+
+
+def test_files_become_artifacts_of_their_kind_and_only_those_that_are_wanted(tmp_path: Path):
+    draft = tmp_path / "draft"
+    (draft / "weights").mkdir(parents=True)
+    (draft / "config.json").write_text("{}")
+    (draft / "weights" / "model.safetensors").write_bytes(b"x")
+    for name, wanted in {"all": ARTIFACTS, "none": ()}.items():
+        tracker = build_tracker("wandb_offline", artifacts=wanted)
+        tracker.start({}, run_name="r", group="g", job_type="j", run_dir=tmp_path / name, config_hash=HASH)
+        tracker.keep("drafts", "small", [draft])
+        tracker.finish()
+    assert read_offline_run(tmp_path / "none").artifacts == {}
+    artifacts = read_offline_run(tmp_path / "all").artifacts
+    assert artifacts == {"drafts/drafts-small": {"draft/config.json", "draft/weights/model.safetensors"}}
+
+
+def test_a_resumed_run_has_the_same_id_and_goes_on_behind_its_rows(tmp_path: Path):
+    """Offline, each start is a log of its own; `wandb sync` joins logs of one id, so indices must not start again."""
+    folder = tmp_path / "quick-01234567"
+    runs = []
+    for prompt_id in ("math-01", "math-02"):
+        tracker = build_tracker("wandb_offline")
+        tracker.start(CONFIG, run_name="r", group="g", job_type="j", run_dir=folder, config_hash=HASH)
+        record = result("early_exit", prompt_id)
+        with RunWriter(folder) as writer:
+            writer.append(record)
+        log_result(tracker, record)
+        tracker.finish()
+        runs = read_offline_runs(folder)
+    assert len(runs) == 2 and len({run.names["run_id"] for run in runs}) == 1
+    assert [row["index"] for run in runs for row in run.rows("early_exit/prompt/")] == [0, 1]
+    assert [row["index"] for run in runs for row in run.rows("early_exit/round/")] == list(range(6))
 
 
 def test_an_offline_wandb_run_holds_no_secret_text_host_output_or_command_line(
@@ -104,24 +247,19 @@ def test_an_offline_wandb_run_holds_no_secret_text_host_output_or_command_line(
         if path.is_file():
             for word in (b"s3cret", b"alices-laptop", b"the private answer"):
                 assert word not in path.read_bytes(), (path, word)
-    assert run.run.host not in ("", socket.gethostname())
+    assert run.names["host"] not in ("", socket.gethostname())
     assert run.kinds.isdisjoint({"output", "output_raw", "stats", "environment"})
     captured = capsys.readouterr()
     assert captured.out == ""
 
 
-def test_wandb_itself_can_read_the_offline_run(tmp_path: Path):
-    whole_run(build_tracker("wandb_offline"), tmp_path)
-    (folder,) = tmp_path.glob("wandb/offline-run-*")
-    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_wandb_itself_would_upload_the_offline_run(mirrored):
+    folder, runs = mirrored
+    folders = sorted(map(str, folder.glob("wandb/offline-run-*")))
+    command = [sys.executable, "-m", "wandb", "sync", "--dry-run", *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert run_id(HASH, tmp_path) in done.stdout + done.stderr
-
-
-def test_a_failed_run_says_so(tmp_path: Path):
-    whole_run(build_tracker("wandb_offline"), tmp_path, exit_code=1)
-    assert read_offline_run(tmp_path).exit_code == 1
+    assert all(run.names["run_id"] in done.stdout + done.stderr for run in runs)
 
 
 def test_wandb_id_is_the_config_hash_at_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -149,12 +287,61 @@ def test_online_without_a_login_warns_once_and_the_run_goes_on(
     assert not (tmp_path / "run").exists()
 
 
+UNREACHABLE = {
+    "nothing listens": "http://127.0.0.1:9",
+    "it accepts and never answers": None,
+}
+
+
+@pytest.mark.parametrize("kind", UNREACHABLE)
+def test_an_unreachable_server_costs_seconds_and_the_run_is_kept_offline(kind: str, tmp_path: Path):
+    """Nothing is mocked but the server's address."""
+    folder = tmp_path / "quick-01234567"
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(50)
+        address = UNREACHABLE[kind] or f"http://127.0.0.1:{mute.getsockname()[1]}"
+        environment = {"WANDB_MODE": "online", "WANDB_BASE_URL": address, "WANDB_API_KEY": "local-" + "0" * 40}
+        done = in_a_process_of_its_own("whole_run(build_tracker('wandb'), folder, store=True)", folder, **environment)
+    assert done.stderr.count("does not answer") == 1, done.stderr
+    assert "stopped" not in done.stderr, done.stderr
+    runs = read_offline_runs(folder)
+    assert len(runs) == 3 and {run.exit_code for run in runs} == {0}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mounts a tmpfs")
+def test_a_full_disk_under_wandb_does_not_stop_the_run(tmp_path: Path):
+    """A real disk of 64 KiB, where wandb writes its log; the run directory itself has room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    try:
+        folder = tmp_path / "quick-01234567"
+        folder.mkdir()
+        (folder / "wandb").symlink_to(disk)
+        code = "tracker = build_tracker('wandb_offline')\n"
+        code += "names = {'run_name': 'r', 'group': 'g', 'job_type': 'j', 'run_dir': folder, 'config_hash': HASH}\n"
+        code += "tracker.start(CONFIG, **names)\n"
+        code += "for _ in range(200): log_result(tracker, result(num_rounds=20))\n"
+        code += "tracker.summary(SUMMARY)\ntracker.finish()\nprint('the run is done')"
+        done = in_a_process_of_its_own(code, folder)
+        free = os.statvfs(disk).f_bavail
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    assert "the run is done" in done.stdout, done.stderr
+    assert free == 0, "the disk was not full: this test showed nothing"
+
+
 def test_jsonl_has_one_line_per_event_and_a_resumed_run_appends(tmp_path: Path):
     for _ in range(2):
         whole_run(build_tracker("jsonl"), tmp_path)
     events = [json.loads(line) for line in (tmp_path / "tracking.jsonl").read_text().splitlines()]
     names = [event["event"] for event in events]
-    once = ["start", *(["round"] * 2 + ["prompt"] + ["round"] * 3 + ["prompt"]) * 2, "log", "summary", "finish"]
+    once = ["start", *(["round"] * 2 + ["prompt"] + ["round"] * 3 + ["prompt"]) * 2, "log", "summary", "keep", "finish"]
     assert names == once * 2
     assert set(ROUND_METRICS) < set(events[1])
     assert events[0]["config"]["target"]["hf_token"] == "[redacted]"
@@ -183,7 +370,7 @@ class Faulty(NullTracker):
         setattr(self, method, broken)
 
 
-METHODS = ("start", "log_round", "log_prompt", "log", "summary", "finish")
+METHODS = ("start", "log_round", "log_prompt", "log", "summary", "keep", "finish")
 
 
 def fail() -> None:
@@ -259,6 +446,8 @@ def test_configs_are_checked():
         ({"kind": "tensorboard"}, "Allowed: none, jsonl, wandb, wandb_offline"),
         ({"kind": "wandb", "api_key": "x"}, "tracking.api_key is unknown"),
         ({"kind": "wandb", "tags": "paper"}, "not a list"),
+        ({"kind": "wandb", "artifacts": ["weights"]}, "Give a list of records, drafts, figures"),
+        ({"kind": "wandb", "artifacts": "records"}, "Give a list of records, drafts, figures"),
     ]:
         with pytest.raises(UserError, match=message):
             tracker_from_config(config)
@@ -281,6 +470,32 @@ def test_prompt_metrics_leave_out_what_was_not_measured():
     record.alpha_sum = record.equals_ar = None
     record.total_s = 0.0
     assert {"acceptance_length", "alpha", "equals_ar", "tokens_per_s"}.isdisjoint(prompt_metrics(record))
+
+
+def test_roles_tell_self_drafts_from_an_independent_one():
+    drafters = {"small": {"kind": "independent"}, "exit": {"kind": "early_exit"}, "lookup": {"kind": "ngram"}}
+    roles = {name: role_of(name, drafters) for name in ("ar", "hf_generate", *drafters)}
+    assert roles == {
+        "ar": "baseline",
+        "hf_generate": "baseline",
+        "small": "independent_draft",
+        "exit": "self_draft",
+        "lookup": "lookup",
+    }
+
+
+def test_method_views_order_results_alike_whatever_the_order_of_measurement():
+    records = [result(method, prompt) for prompt, method in (("b", "ar"), ("b", "x"), ("a", "x"), ("a", "ar"))]
+    views: list[MethodView] = method_views({"methods": {"ar": {}, "x": {}}}, records, {})
+    order = [[(row["prompt/index"], row["prompt/prompt_id"]) for row in view.results] for view in views]
+    assert order == [[(0, "b"), (1, "a")]] * 2
+
+
+def test_round_histograms_count_every_round_and_are_empty_without_rounds():
+    histograms = round_histograms([result(num_rounds=3), result(num_rounds=2)])
+    assert set(histograms) == HISTOGRAMS
+    assert all(sum(counts) == 5 for counts, _ in histograms.values())
+    assert round_histograms([result(num_rounds=0)]) == {}
 
 
 def test_flatten_joins_names_and_drops_nothing_but_none():

@@ -1,37 +1,35 @@
-"""Reads what wandb wrote offline: its log container here, its records with wandb's own protobuf classes.
-
-The container is LevelDB's log format (blocks of 32 KiB; chunks of checksum, length, type) behind a header of 7 bytes.
-wandb ships no reader for it in Python any more; `wandb sync` uses the one in its Go binary.
-"""
+"""Reads what wandb wrote offline with wandb's own reader: `wandb leet inspect --json`, one line per record."""
 
 from __future__ import annotations
 
 import json
-import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import wandb
-from wandb.proto import wandb_internal_pb2
-
-BLOCK_BYTES = 32768
-CHUNK_HEADER = struct.Struct("<IHB")  # masked checksum, length, type
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 @dataclass
 class OfflineRun:
-    """An offline run's content: config, history rows in order, summary, and the run's names."""
+    """An offline run's content: names, config, history rows in order, summary, artifacts."""
 
-    run: Any = None
+    names: dict[str, Any] = field(default_factory=dict)  # run_id, display_name, run_group, job_type, ...
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)  # metric or glob -> its step metric
+    artifacts: dict[str, set[str]] = field(default_factory=dict)  # "type/name" -> file names
     exit_code: int | None = None
     kinds: set[str] = field(default_factory=set)
+
+    @property
+    def keys(self) -> set[str]:
+        """Every key of the history and the summary, without wandb's own."""
+        return {key for row in [*self.history, self.summary] for key in row if not key.startswith("_")}
 
     def rows(self, prefix: str) -> list[dict[str, Any]]:
         """History rows under a prefix, their keys without it."""
@@ -43,49 +41,44 @@ class OfflineRun:
 
 
 def read_offline_run(run_dir: Path) -> OfflineRun:
-    """The only offline run under `<run_dir>/wandb`, once wandb's process has written it to the end."""
+    """The run of the measurement itself: the only one that is not about a single method."""
+    (run,) = [run for run in read_offline_runs(run_dir) if "method" not in run.config]
+    return run
+
+
+def read_offline_runs(run_dir: Path) -> list[OfflineRun]:
+    """Every offline run under `<run_dir>/wandb`, once wandb's process has written them to the end."""
     wandb.teardown()
-    (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    return [_read(path) for path in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
+
+
+def _read(path: Path) -> OfflineRun:
     result = OfflineRun()
-    for payload in _payloads(path.read_bytes()):
-        record = wandb_internal_pb2.Record.FromString(payload)
-        kind = record.WhichOneof("record_type")
+    for record in _records(path):
+        kind = record["type"]
+        content = record.get(kind) or {}
         result.kinds.add(kind)
         if kind == "run":
-            result.run = record.run
-            result.config.update(_values(record.run.config.update))
+            result.config.update(content.get("config", {}).get("update", {}))
+            result.names.update({name: value for name, value in content.items() if name != "config"})
         elif kind == "config":
-            result.config.update(_values(record.config.update))
+            result.config.update(content.get("update", {}))
         elif kind == "history":
-            result.history.append(_values(record.history.item))
+            result.history.append(content["item"])
         elif kind == "summary":
-            result.summary.update(_values(record.summary.update))
+            result.summary.update(content.get("update", {}))
         elif kind == "metric":
-            result.metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+            result.metrics[content.get("name") or content["glob_name"]] = content["step_metric"]
+        elif kind == "artifact" or (kind == "request" and "log_artifact" in content):
+            artifact = content if kind == "artifact" else content["log_artifact"]["artifact"]
+            files = {entry["path"] for entry in artifact.get("manifest", {}).get("contents", [])}
+            result.artifacts[f"{artifact['type']}/{artifact['name']}"] = files
         elif kind == "exit":
-            result.exit_code = record.exit.exit_code
+            result.exit_code = content.get("exit_code", 0)
     return result
 
 
-def _values(items: Any) -> dict[str, Any]:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-
-
-def _payloads(data: bytes) -> Iterator[bytes]:
-    identifier, _magic, _version = struct.unpack_from("<4sHB", data)
-    assert identifier == b":W&B"
-    position, parts = 7, []
-    while position + CHUNK_HEADER.size <= len(data):
-        left_in_block = BLOCK_BYTES - position % BLOCK_BYTES
-        if left_in_block < CHUNK_HEADER.size:
-            position += left_in_block
-            continue
-        _checksum, length, kind = CHUNK_HEADER.unpack_from(data, position)
-        position += CHUNK_HEADER.size
-        parts.append(data[position : position + length])
-        position += length
-        if kind in (FULL, LAST):
-            yield b"".join(parts)
-            parts = []
-        else:
-            assert kind in (FIRST, MIDDLE)
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return map(json.loads, done.stdout.splitlines())
