@@ -21,7 +21,12 @@ def main(config: DictConfig) -> None:
     given = OmegaConf.to_container(config, resolve=True)
     assert isinstance(given, dict)
     for path in build_report(
-        given["runs"], given["format"], given["out"], given["allow_mixed"], given["allow_unfinished"]
+        given["runs"],
+        given["format"],
+        given["out"],
+        given["allow_mixed"],
+        given["allow_unfinished"],
+        given["allow_tuning"],
     ):
         print(path)
 

@@ -24,6 +24,7 @@ from selfspec.errors import UserError
 
 TARGET_KINDS = ("smollm2", "hf", "gguf", "random")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+CACHES = ("contiguous", "paged")
 ACCEPTANCES = ("auto", "rejection", "coupled", "block", "typical")
 RESERVED_LABELS = ("ar", "ar_again", "hf_generate")  # the baselines that every run measures
 NOT_HASHED = ("study", "name", "output_dir", "force", "tracking", "hydra")  # where things go, not what is measured
@@ -85,6 +86,7 @@ class MeasureConfig:
     near_tie_tolerance: float | None = None  # relative to the largest |logit|; null: by dtype (measure.divergence)
     noise_check: bool = True  # measure AR twice per prompt: was the machine quiet?
     trace: int = 0  # prompts whose rounds are kept token by token, with p and q, for the trace page
+    timed: bool = True  # false: only acceptance counts; jobs may share the machine, and tables say "untimed"
 
 
 @dataclass
@@ -94,6 +96,7 @@ class RuntimeConfig:
     device: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None  # null: as torch chooses
+    cache: str = "contiguous"  # or "paged": blocks, shared by rows with a common prefix; the same tokens
 
 
 @dataclass
@@ -128,6 +131,7 @@ class CompareConfig(GenerateConfig):
     name: str = MISSING
     drafters: dict[str, Any] = field(default_factory=dict)  # label -> drafter config
     prompts: dict[str, Any] = field(default_factory=dict)  # checked by selfspec.prompts
+    tuned_on: list[str] = field(default_factory=list)  # prompt sets that settings were chosen on: none may recur here
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracking: dict[str, Any] = field(default_factory=dict)  # checked by selfspec.tracking
     output_dir: str = "outputs"
@@ -218,6 +222,7 @@ def validate(config: GenerateConfig) -> None:
     """Every check that needs only the config; what needs the model (exit layer, positions) waits for it."""
     _check_target(config.target)
     _one_of("runtime.dtype", config.runtime.dtype, DTYPES)
+    _one_of("runtime.cache", config.runtime.cache, CACHES)
     _one_of("acceptance", config.acceptance, ACCEPTANCES)
     device = config.runtime.device
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):

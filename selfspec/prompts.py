@@ -1,12 +1,15 @@
-"""Prompt sets: the bundled `selfspec48`, Spec-Bench's own file, or any JSONL of the user's. No torch, no network.
+"""Prompt sets: the bundled ones, Spec-Bench's own file, or any JSONL of the user's. No torch, no network.
 
-One JSON object per line. What is read from it (other keys are left alone, so Spec-Bench's `reference` may stay):
+One JSON object per line. What is read from it (other keys are left alone):
 
     prompt_id | question_id | id    text or number, unique in the file; without one: a hash of the turns
     category                        text; without one: "default"
     turns | prompt                  a list of user turns, or one text
+    reference                       a right answer, text or a list of texts (the first counts); may be left out
+    split                           "tune" or "report"; without one: by a hash of the id, half and half
 
-Cost: the file is read whole, once.
+Settings are chosen on one split and reported on the other: what was chosen for being high on a set of prompts reads too
+high there. Sets of the hub are in `selfspec.prompts_hub`. Cost: the file is read whole, once.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.errors import UserError
+from selfspec.prompts_hub import hub_lines, hub_set
 
 DATA_DIR = Path(__file__).parent / "prompts_data"
 ID_KEYS = ("prompt_id", "question_id", "id")
-CONFIG_KEYS = ("name", "path", "categories", "limit")
+SPLITS = ("tune", "report")
+SCORES = ("rouge_l", "exact_number")  # what an answer may be compared with its reference by: selfspec.report.quality
+COMMON_KEYS = ("categories", "limit", "split", "score")
+CONFIG_KEYS = ("name", "path", *COMMON_KEYS)
 FORMAT = (
     'Each line is one JSON object: {"prompt_id": ..., "category": ..., "turns": ["..."]}; "question_id" or "id" may '
     'stand for "prompt_id" and "prompt": "..." for one turn.'
@@ -36,6 +43,8 @@ class Prompt:
     prompt_id: str
     category: str
     turns: tuple[str, ...]
+    split: str = "report"
+    reference: str | None = None
 
 
 def bundled_sets() -> list[str]:
@@ -44,39 +53,95 @@ def bundled_sets() -> list[str]:
 
 
 def load_prompts(
-    name_or_path: str | Path, categories: Sequence[str] | None = None, limit: int | None = None
+    name_or_path: str | Path,
+    categories: Sequence[str] | None = None,
+    limit: int | None = None,
+    split: str | None = None,
 ) -> list[Prompt]:
     """The prompts of a bundled set or of a JSONL file, in the file's order.
 
-    `categories` keeps only these. `limit` keeps at most that many, taken evenly: the first of every category, then
-    the second of every category, and so on; the same arguments always give the same prompts.
+    `categories` keeps only these, `split` only those of "tune" or "report". `limit` keeps at most that many, taken
+    evenly: the first of every category, then the second of every category, and so on; the same arguments always give
+    the same prompts.
     Raises UserError: unknown set, unreadable line (with its number), duplicate id, unknown category, limit below 1.
     """
+    path = _find(name_or_path)
+    return select(_read(path), path.name, categories, limit, split)
+
+
+def select(
+    prompts: list[Prompt], source: str, categories: Sequence[str] | None, limit: int | None, split: str | None
+) -> list[Prompt]:
+    """What is asked for of a whole set; `source` names it in errors."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"prompts: limit={limit!r} is not allowed. Give 1 or more, or null for all prompts.")
-    path = _find(name_or_path)
-    prompts = _read(path)
+    if split is not None and split not in SPLITS:
+        raise UserError(f"prompts.split={split!r} is unknown. Allowed: {', '.join(SPLITS)}, or null for all prompts.")
     if categories is not None:
-        prompts = _keep_categories(prompts, categories, path)
+        prompts = _keep_categories(prompts, categories, source)
+    if split is not None:
+        prompts = [prompt for prompt in prompts if prompt.split == split]
+        if not prompts:
+            raise UserError(f"prompts.split={split} leaves no prompt of {source}.")
     return prompts if limit is None else take_evenly(prompts, limit)
 
 
+def split_of(prompt_id: str) -> str:
+    """The split of a prompt whose file names none: half and half, the same on every machine."""
+    return SPLITS[hashlib.sha256(prompt_id.encode()).digest()[0] % 2]
+
+
+def check_apart(prompts: Sequence[Prompt], tuned_on: Sequence[str | Path]) -> None:
+    """UserError if a prompt occurs in a set that settings were chosen on: `name`, or `name#tune` for its half."""
+    mine = {prompt.turns[0].strip(): prompt.prompt_id for prompt in prompts}
+    for name in tuned_on:
+        whole, _, split = str(name).partition("#")
+        tuned = load_prompts(whole, split=split or None)
+        if both := [mine[text] for prompt in tuned if (text := prompt.turns[0].strip()) in mine]:
+            raise UserError(
+                f"{len(both)} prompts of this run, for example {both[0]!r}, are in {name}, which its settings were "
+                "chosen on (tuned_on): a speedup on them reads too high. Use prompts.split=report, or another set."
+            )
+
+
 def prompts_from_config(config: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts a conf/prompts file asks for: `name` (bundled) or `path` (JSONL), `categories`, `limit`."""
+    """The prompts a conf/prompts file asks for: `name` (bundled), `path` (JSONL) or `hub`, and what is kept of it."""
+    _check_common(config)
+    if config.get("hub") is not None:
+        return _hub_prompts(config)
     unknown = sorted(set(config) - set(CONFIG_KEYS))
     if unknown:
         raise UserError(f"prompts.{unknown[0]} is unknown. Allowed: {', '.join(CONFIG_KEYS)}.")
-    name, path, categories = config.get("name"), config.get("path"), config.get("categories")
+    name, path = config.get("name"), config.get("path")
     if (name is None) == (path is None):
         raise UserError(
             f"prompts: give either a name ({', '.join(bundled_sets())}) or a path (a .jsonl file), "
             f"not {'both' if name is not None else 'neither'}."
         )
-    if categories is not None and (isinstance(categories, str) or not isinstance(categories, Sequence)):
-        raise UserError(f"prompts.categories={categories!r} is not a list. Give for example [math,code], or null.")
     if name is not None and name not in bundled_sets():
         raise _unknown_set(str(name))
-    return load_prompts(name if name is not None else Path(str(path)), categories, config.get("limit"))
+    source = name if name is not None else Path(str(path))
+    return load_prompts(source, config.get("categories"), config.get("limit"), config.get("split"))
+
+
+def _check_common(config: Mapping[str, Any]) -> None:
+    categories, score = config.get("categories"), config.get("score")
+    if categories is not None and (isinstance(categories, str) or not isinstance(categories, Sequence)):
+        raise UserError(f"prompts.categories={categories!r} is not a list. Give for example [math,code], or null.")
+    if score not in (None, *SCORES):
+        raise UserError(f"prompts.score={score!r} is unknown. Allowed: {', '.join(SCORES)}, or null for none.")
+
+
+def _hub_prompts(config: Mapping[str, Any]) -> list[Prompt]:
+    options = hub_set(config, COMMON_KEYS)
+    prompts = [_prompt(line, f"{options.hub}, row {place}") for place, line in enumerate(hub_lines(options))]
+    _check_ids([(prompt, f"row {place}") for place, prompt in enumerate(prompts)], options.hub)
+    if options.content_sha256 not in (None, found := prompts_hash(prompts)):
+        raise UserError(
+            f"{options.hub} holds other prompts than prompts.content_sha256 says: {found}. Choose the revision that "
+            "was used before, or take this hash if the change is wanted."
+        )
+    return select(prompts, options.hub, config.get("categories"), config.get("limit"), config.get("split"))
 
 
 def prompts_hash(prompts: Iterable[Prompt]) -> str:
@@ -118,16 +183,14 @@ def _unknown_set(given: str) -> UserError:
     )
 
 
-def _keep_categories(prompts: list[Prompt], categories: Sequence[str], path: Path) -> list[Prompt]:
+def _keep_categories(prompts: list[Prompt], categories: Sequence[str], source: str) -> list[Prompt]:
     present = dict.fromkeys(prompt.category for prompt in prompts)
     for category in categories:
         if category not in present:
-            raise UserError(f"prompts: {path.name} has no category {category!r}. It has: {', '.join(present)}.")
+            raise UserError(f"prompts: {source} has no category {category!r}. It has: {', '.join(present)}.")
     wanted = set(categories)
     if not wanted:
-        raise UserError(
-            f"prompts: categories=[] leaves no prompt. {path.name} has: {', '.join(present)}; null for all."
-        )
+        raise UserError(f"prompts: categories=[] leaves no prompt. {source} has: {', '.join(present)}; null for all.")
     return [prompt for prompt in prompts if prompt.category in wanted]
 
 
@@ -136,23 +199,26 @@ def _read(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: texts may hold U+2028
     except UnicodeDecodeError as error:
         raise UserError(f"prompts: {path} is not UTF-8 text (byte {error.start}). {FORMAT}") from error
-    prompts: list[Prompt] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt = _parse(line, f"{path}, line {number}")
-        if prompt.prompt_id in line_of_id:
-            first = line_of_id[prompt.prompt_id]
+    found = [
+        (_parse(line, f"{path}, line {number}"), f"line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    _check_ids(found, str(path))
+    return [prompt for prompt, _ in found]
+
+
+def _check_ids(found: Sequence[tuple[Prompt, str]], source: str) -> None:
+    if not found:
+        raise UserError(f"prompts: {source} holds no prompt. {FORMAT}")
+    place_of: dict[str, str] = {}
+    for prompt, place in found:
+        if prompt.prompt_id in place_of:
             raise UserError(
-                f"prompts: {path}, lines {first} and {number} both are {prompt.prompt_id!r}. "
+                f"prompts: {source}: {place_of[prompt.prompt_id]} and {place} both are {prompt.prompt_id!r}. "
                 "Results are kept by id: give every prompt its own."
             )
-        line_of_id[prompt.prompt_id] = number
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"prompts: {path} holds no prompt. {FORMAT}")
-    return prompts
+        place_of[prompt.prompt_id] = place
 
 
 def _parse(line: str, where: str) -> Prompt:
@@ -162,11 +228,28 @@ def _parse(line: str, where: str) -> Prompt:
         raise UserError(f"prompts: {where} is not JSON ({error.msg} at column {error.colno}). {FORMAT}") from error
     if not isinstance(entry, dict):
         raise UserError(f"prompts: {where} is a {type(entry).__name__}, not an object. {FORMAT}")
+    return _prompt(entry, where)
+
+
+def _prompt(entry: dict[str, Any], where: str) -> Prompt:
     turns = _turns(entry, where)
     category = entry.get("category", "default")
     if not isinstance(category, str) or not category.strip():
         raise UserError(f"prompts: {where}: category={category!r} is not a text. {FORMAT}")
-    return Prompt(_id(entry, turns, where), category, turns)
+    prompt_id = _id(entry, turns, where)
+    split = entry.get("split") or split_of(prompt_id)
+    if split not in SPLITS:
+        raise UserError(f"prompts: {where}: split={split!r} is unknown. Allowed: {', '.join(SPLITS)}.")
+    return Prompt(prompt_id, category, turns, split, _reference(entry.get("reference"), where))
+
+
+def _reference(given: object, where: str) -> str | None:
+    """Spec-Bench and MT-Bench give a list, with one answer per turn."""
+    if isinstance(given, list):
+        given = given[0] if given else None
+    if given is not None and not isinstance(given, str):
+        raise UserError(f"prompts: {where}: reference={given!r} is neither a text nor a list of texts. {FORMAT}")
+    return given or None
 
 
 def _turns(entry: dict[str, Any], where: str) -> tuple[str, ...]:

@@ -32,11 +32,11 @@ from selfspec.errors import UserError
 from selfspec.measure.bench import Bench, assemble
 from selfspec.measure.protocol import measure, warm_up
 from selfspec.measure.tracing import trace
+from selfspec.mirror import keep_files
 from selfspec.provenance import collect, redact, redact_argv
 from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, write_traces
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
-from selfspec.report.statistics import summarise
 from selfspec.report.tables import comparison_table
 from selfspec.target.loading import choose_device, choose_dtype
 from selfspec.tracking import Tracker, log_result, tracker_from_config
@@ -48,11 +48,14 @@ def run_compare(composed: DictConfig) -> dict[str, Any]:
     Raises UserError for a bad config, and, after everything is written, for tokens that differ from the target's own.
     """
     config = resolve(CompareConfig, composed)
+    refuse_side_by_side(config)
     settle_runtime(config)
     folder = choose_folder(config)
     measured_before = (folder / "DONE").exists()
     if not measured_before:
         measure_into(folder, config)
+    elif os.environ.get("WANDB_SWEEP_ID"):
+        mirror_run(folder, config)  # a sweep's trial has to report, measured before or not
     run = read_run(folder)
     assert run.summary is not None, "a finished run has a summary"
     print_table(comparison_table([measured(run)]))
@@ -96,13 +99,12 @@ def measure_into(folder: Path, config: CompareConfig) -> None:
             except KeyboardInterrupt:
                 warn(f"interrupted; the same command goes on where it stopped, in {folder}")
                 raise
-            records = read_run(folder, allow_unfinished=True).prompts
-            keep_traces(config, bench, folder, records)
-            summary = summarise(records, run=str(folder)) | {
-                "divergence": bench.comparison.report(records, bench.items)
-            }
+            run = read_run(folder, allow_unfinished=True)
+            keep_traces(config, bench, folder, run.prompts)
+            summary = measured(run).summary | {"divergence": bench.comparison.report(run.prompts, bench.items)}
             tracker.summary(summary)
-        writer.finish(summary)
+            writer.finish(summary)
+            keep_files(tracker, config, folder)
 
 
 def run_methods(
@@ -185,6 +187,11 @@ def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:
             **now,
             "resumed": [],
         }
+        lines = [
+            {name: getattr(prompt, name) for name in ("prompt_id", "category", "split", "reference")}
+            for prompt in bench.prompts
+        ]
+        writer.write_text("prompt_set.jsonl", "".join(to_json(line) + "\n" for line in lines))
     else:
         provenance = json.loads(path.read_text())
         before = provenance["fingerprints"]
@@ -227,6 +234,30 @@ def tracked(tracker: Tracker, config: CompareConfig, folder: Path) -> Iterator[T
         exit_code = 0
     finally:
         tracker.finish(exit_code)
+
+
+def mirror_run(folder: Path, config: CompareConfig) -> None:
+    """Shows a finished run to its tracker, as it would have been shown while it was measured."""
+    run = read_run(folder)
+    with tracked(tracker_from_config(config.tracking), config, folder) as tracker:
+        for record in run.prompts:
+            log_result(tracker, record)
+        tracker.summary(run.summary or {})
+        keep_files(tracker, config, folder)
+
+
+def refuse_side_by_side(config: CompareConfig) -> None:
+    """Jobs that share a machine slow each other down, and their times would measure the launcher."""
+    if not config.measure.timed or not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    launcher = HydraConfig.get().launcher
+    kind = str(launcher.get("_target_")).rpartition(".")[2]
+    if kind in ("LocalLauncher", "RayLauncher") or (kind == "JoblibLauncher" and launcher.get("n_jobs") != 1):
+        raise UserError(
+            f"{kind} runs several jobs at once on this machine, and what they time would be each other. Leave "
+            "hydra/launcher out (one job after another), give every job a machine of its own (hydra/launcher=slurm), or "
+            "measure acceptance only: measure.timed=false, and tables say so."
+        )
 
 
 def refuse_mismatch(summary: Mapping[str, Any], folder: Path) -> None:

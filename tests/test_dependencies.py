@@ -1,7 +1,7 @@
 """The dependency rule, read off the source: every import counts, also one inside a function.
 
     experiments -> run -> {measure, tracking, training, hf} -> decoding -> {drafters, lookahead}
-                -> {target, cache, sampling} -> {config, records, errors, prompts, provenance}
+                -> {target, cache, sampling} -> {config, records, errors, prompts, prompts_hub, provenance}
     report -> {records, errors};  run and experiments may import report
 
 A package may import its own level, but no two packages may import each other. What stands under `if TYPE_CHECKING`
@@ -21,21 +21,23 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    {"config", "records", "errors", "prompts", "provenance"},
+    {"config", "records", "errors", "prompts", "prompts_hub", "provenance"},
     {"target", "cache", "sampling"},
     {"drafters", "lookahead"},
     {"decoding"},
     {"measure", "tracking", "training", "hf"},
-    {"run"},
+    {"run", "mirror"},
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 REPORT_MAY_IMPORT = {"report", "records", "errors"}
-EXPERIMENTS_AND_RUN_IMPORT_REPORT = {"run"}
+EXPERIMENTS_AND_RUN_IMPORT_REPORT = {"run", "mirror"}
 
 # Heavy or optional packages, and the only places that may import them (paths under the root, prefixes).
 HOMES = {
     "hydra": ("experiments/", "selfspec/run.py"),
     "wandb": ("selfspec/tracking/wandb.py",),
+    "optuna": ("experiments/study.py",),
+    "ray": ("experiments/study.py",),
     "transformers": ("selfspec/target/", "selfspec/hf.py", "selfspec/training/export"),
     "torch": (
         "experiments/", "selfspec/target/", "selfspec/cache/", "selfspec/sampling/", "selfspec/drafters/",

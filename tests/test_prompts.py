@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from selfspec.errors import UserError
-from selfspec.prompts import Prompt, bundled_sets, load_prompts, prompts_from_config, prompts_hash, take_evenly
+from selfspec.prompts import (
+    Prompt,
+    bundled_sets,
+    check_apart,
+    load_prompts,
+    prompts_from_config,
+    prompts_hash,
+    split_of,
+    take_evenly,
+)
 
 CATEGORIES = ("chat", "code", "math", "summarise", "translate", "qa")
 
@@ -59,15 +68,15 @@ def test_uneven_categories_are_exhausted_one_after_another():
     assert [prompt.prompt_id for prompt in take_evenly(prompts, 4)] == ["a0", "a1", "a2", "b0"]
 
 
-def test_spec_bench_lines_keep_their_turns_and_ignore_the_reference(tmp_path: Path):
+def test_spec_bench_lines_keep_their_turns_and_their_first_reference(tmp_path: Path):
     path = write(
         tmp_path / "question.jsonl",
         {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite."], "reference": ["x"]},
         {"question_id": 82, "category": "qa", "turns": ["Why?"]},
     )
     assert load_prompts(path) == [
-        Prompt("81", "writing", ("Compose.", "Rewrite.")),
-        Prompt("82", "qa", ("Why?",)),
+        Prompt("81", "writing", ("Compose.", "Rewrite."), split_of("81"), "x"),
+        Prompt("82", "qa", ("Why?",), split_of("82")),
     ]
 
 
@@ -110,7 +119,7 @@ GOOD = {"prompt_id": "a", "turns": ["x"]}
         ({"prompt": "x", "id": 1.5}, "id=1.5"),
         ({"prompt": "x", "id": ""}, "id=''"),
         ({"prompt": "x", "id": 1, "question_id": 2}, "question_id and id"),
-        ({"prompt": "x", "prompt_id": "a"}, "lines 1 and 2 both are 'a'"),
+        ({"prompt": "x", "prompt_id": "a"}, "line 1 and line 2 both are 'a'"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: object, message: str):
@@ -154,3 +163,45 @@ def test_config_is_checked(tmp_path: Path):
     ]:
         with pytest.raises(UserError, match=message):
             prompts_from_config(config)
+
+
+# ---- splits
+
+
+def test_the_two_bundled_sets_are_for_choosing_and_for_reporting_and_share_no_prompt():
+    tune, report = load_prompts("selfspec_tune24"), load_prompts("selfspec48")
+    assert Counter(prompt.category for prompt in tune) == dict.fromkeys(CATEGORIES, 4)
+    assert {prompt.split for prompt in tune} == {"tune"} and {prompt.split for prompt in report} == {"report"}
+    check_apart(report, ["selfspec_tune24"])
+
+
+def test_a_prompt_that_settings_were_chosen_on_cannot_be_reported_on(tmp_path: Path):
+    seen = load_prompts("selfspec48")[5].turns[0]
+    path = write(tmp_path / "tuned.jsonl", {"prompt": "Another."}, {"prompt": f"  {seen} "})
+    with pytest.raises(UserError, match=r"1 prompts of this run, for example 'chat-06', are in .*tuned_on"):
+        check_apart(load_prompts("selfspec48"), [path])
+    both = write(tmp_path / "both.jsonl", {"prompt": "New.", "split": "tune"}, {"prompt": seen, "split": "report"})
+    check_apart(load_prompts("selfspec48"), [f"{both}#tune"])
+    with pytest.raises(UserError, match="tuned_on"):
+        check_apart(load_prompts("selfspec48"), [both])
+
+
+def test_a_file_without_splits_is_halved_by_id_the_same_way_everywhere(tmp_path: Path):
+    path = write(tmp_path / "many.jsonl", *({"id": i, "prompt": f"text {i}"} for i in range(200)))
+    parts = {split: load_prompts(path, split=split) for split in ("tune", "report")}
+    assert all(80 <= len(part) <= 120 for part in parts.values())
+    assert {p.prompt_id for p in parts["tune"]}.isdisjoint(p.prompt_id for p in parts["report"])
+    assert split_of("81") == "report" and split_of("a") == "tune"  # fixed: tables depend on it
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "selfspec48", "split": "test"}, "Allowed: tune, report"),
+        ({"name": "selfspec48", "split": "tune"}, "leaves no prompt"),
+        ({"name": "selfspec48", "score": "bleu"}, "Allowed: rouge_l, exact_number"),
+    ],
+)
+def test_a_split_or_a_score_that_does_not_exist_is_named(config: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        prompts_from_config(config)

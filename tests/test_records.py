@@ -180,7 +180,7 @@ DAMAGE = {
     "prompts.jsonl:1: lossy should be bool": lambda run: damage(run / "prompts.jsonl", b'lossy": false', b'lossy": 0'),
     "is damaged .NaN is not a number": lambda run: damage(run / "prompts.jsonl", b'total_s": 0.5', b'total_s": NaN'),
     "no line for prompt 'a'": lambda run: damage(run / "rounds.jsonl", b'"a"', b'"z"'),
-    "a round should be a list": lambda run: damage(run / "rounds.jsonl", b"[4, 2, 3, ", b"[4, 2, "),
+    "a round should be a list": lambda run: damage(run / "rounds.jsonl", b"[4, 2, 3, ", b"[4, "),
     "num_drafted should be int": lambda run: damage(run / "rounds.jsonl", b"[4, 2, 3, ", b"[4.5, 2, 3, "),
     "DONE counts 2 results but prompts.jsonl holds 1": lambda run: (run / "prompts.jsonl").write_bytes(
         (run / "prompts.jsonl").read_bytes().splitlines(keepends=True)[0]

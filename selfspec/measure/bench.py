@@ -17,7 +17,7 @@ from selfspec.measure.items import longest_prompt, make_item
 from selfspec.measure.memory import growth, in_use
 from selfspec.measure.methods import Settings, decode_method, hf_method
 from selfspec.measure.protocol import AR, AR_AGAIN, Item, Method
-from selfspec.prompts import prompts_from_config, prompts_hash, take_evenly
+from selfspec.prompts import Prompt, check_apart, prompts_from_config, prompts_hash, take_evenly
 from selfspec.records import to_json
 from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target, load_target
@@ -32,6 +32,7 @@ class Bench:
 
     target: Target
     methods: list[Method]
+    prompts: list[Prompt]
     items: list[Item]
     num_turns: int
     comparison: Comparison
@@ -42,6 +43,7 @@ def assemble(config: CompareConfig) -> Bench:
     """Loads and checks everything. Raises UserError for whatever the config alone could not show to be wrong."""
     settings = settings_from(config)
     prompts = prompts_from_config(config.prompts)
+    check_apart(prompts, config.tuned_on)
     if config.measure.max_prompts is not None:
         prompts = take_evenly(prompts, config.measure.max_prompts)
     lookaheads = {label: lookahead_of(options, config) for label, options in config.drafters.items()}
@@ -67,7 +69,7 @@ def assemble(config: CompareConfig) -> Bench:
         with growth(target.device) as grown:
             drafter = drafter_of(options, target)
         if isinstance(drafter, Limited):
-            drafter.check_capacity(capacity)  # before a run directory is there
+            drafter.check_capacity(longest + config.max_new_tokens)  # before a run directory is there
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)
@@ -80,6 +82,7 @@ def assemble(config: CompareConfig) -> Bench:
     return Bench(
         target=target,
         methods=methods,
+        prompts=prompts,
         items=items,
         num_turns=sum(len(prompt.turns) for prompt in prompts),
         comparison=Comparison(target, settings.sampling, settings.acceptance, config.seed, tolerance),
@@ -90,7 +93,7 @@ def assemble(config: CompareConfig) -> Bench:
 def settings_from(config: GenerateConfig) -> Settings:
     sampling = Sampling(**asdict(config.sampling))
     build_rule(config.acceptance, sampling)  # an impossible pair is refused before a model is loaded
-    return Settings(sampling, config.acceptance, config.ignore_eos)
+    return Settings(sampling, config.acceptance, config.ignore_eos, config.runtime.cache)
 
 
 def lookahead_of(options: Mapping[str, Any], config: GenerateConfig) -> Lookahead:

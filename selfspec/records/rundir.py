@@ -4,6 +4,7 @@ A run directory is the source of truth for every table, so it survives a crash a
 
     prompts.jsonl   one line per (prompt_id, method, repeat)            <- the line that makes a result count
     rounds.jsonl    that result's rounds, written and synced *before* its prompt line
+    prompt_set.jsonl   each prompt's split and reference answer, written before the first result
     summary.json    estimators, with the schema version
     DONE            written last by atomic rename; holds the number of results
 
@@ -19,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +59,22 @@ class Run:
     summary: dict[str, Any] | None
     config_hash: str
     finished: bool
+    prompt_set: dict[str, dict[str, Any]] = field(default_factory=dict)  # prompt_id -> category, split, reference
+
+    @property
+    def only_tuning(self) -> bool:
+        """Whether all of its prompts are for choosing settings."""
+        return bool(self.prompt_set) and all(entry.get("split") == "tune" for entry in self.prompt_set.values())
+
+    @property
+    def references(self) -> dict[str, str]:
+        return {name: entry["reference"] for name, entry in self.prompt_set.items() if entry.get("reference")}
+
+    @property
+    def score(self) -> str | None:
+        """What answers are compared with references by."""
+        asked = self.config.get("prompts")
+        return asked.get("score") if isinstance(asked, dict) else None
 
     @property
     def name(self) -> str:
@@ -183,7 +200,8 @@ def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
     config = _read_yaml(path / "config.yaml", required=finished)
     provenance_path = path / "provenance.json"
     provenance = _read_json(provenance_path) if finished or provenance_path.exists() else {}
-    return Run(path, config, provenance, prompts, summary, _config_hash(path, provenance), finished)
+    prompt_set = {str(entry.get("prompt_id")): entry for entry, _ in _json_lines(path / "prompt_set.jsonl")}
+    return Run(path, config, provenance, prompts, summary, _config_hash(path, provenance), finished, prompt_set)
 
 
 def read_traces(path: str | Path) -> list[TraceRecord]:

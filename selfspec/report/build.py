@@ -3,6 +3,7 @@
 console   both tables, printed
 markdown  comparison.md, categories.md
 latex     comparison.tex, categories.tex
+sweep     sweep.md: every setting of these runs, fastest first, corrected for having looked at all
 csv       statistics.csv: every estimator, overall and per category
 figures   speedup, acceptance and time, each as .pdf and .png
 trace     trace-<run>.html, from the traces.jsonl of each run that has one
@@ -19,10 +20,12 @@ from selfspec.records import read_traces, write_atomic
 from selfspec.report.figures import all_figures, to_bytes
 from selfspec.report.render import print_table, to_latex, to_markdown
 from selfspec.report.runs import Measured, load_runs
+from selfspec.report.sweep import sweep_table
 from selfspec.report.tables import category_table, comparison_table, to_csv
 from selfspec.report.trace import trace_page
 
-FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "all")
+FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "sweep", "all")
+ALL = ("console", "markdown", "latex", "csv", "figures", "trace")
 
 
 def build_report(
@@ -31,6 +34,7 @@ def build_report(
     out: str | Path = "tables",
     allow_mixed: bool = False,
     allow_unfinished: bool = False,
+    allow_tuning: bool = False,
 ) -> list[Path]:
     """Writes (and prints) what `formats` names; returns the files. Nothing is written unless everything could be made.
 
@@ -42,8 +46,8 @@ def build_report(
             raise UserError(f"format={name} is unknown; allowed: {', '.join(FORMATS)}, or a list of them.")
     if not wanted:
         raise UserError(f"no format given; allowed: {', '.join(FORMATS)}, or a list of them.")
-    loaded = load_runs(runs, allow_mixed, allow_unfinished)
-    wanted = list(FORMATS[:-1]) if "all" in wanted else wanted
+    loaded = load_runs(runs, allow_mixed, allow_unfinished, allow_tuning or wanted == ["sweep"])
+    wanted = list(ALL) if "all" in wanted else wanted
     files = dict(_files(loaded, wanted, strict="all" not in formats))
     folder = Path(out)
     try:
@@ -57,6 +61,8 @@ def build_report(
         print_table(comparison_table(loaded))
         print()
         print_table(category_table(loaded), notes=False)
+    if "sweep" in wanted:
+        print_table(sweep_table(loaded))
     return [folder / name for name in files]
 
 
@@ -66,6 +72,8 @@ def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Ite
         yield from ((f"{table.name}.md", to_markdown(table)) for table in tables)
     if "latex" in wanted:
         yield from ((f"{table.name}.tex", to_latex(table)) for table in tables)
+    if "sweep" in wanted:
+        yield "sweep.md", to_markdown(sweep_table(runs))
     if "csv" in wanted:
         yield "statistics.csv", to_csv(runs)
     if "figures" in wanted:

@@ -65,6 +65,7 @@ def _facts(item: Measured) -> list[str]:
     return [
         _target(config.get("target")),
         _dtype(config, provenance),
+        _field("{} cache", config, "runtime", "cache").replace("contiguous cache", ""),
         _sampling(config.get("sampling")),
         _field("acceptance {}", config, "acceptance").replace("acceptance auto", ""),
         _lookahead(config),

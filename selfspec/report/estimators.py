@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, median
 
+import numpy as np
+
 from selfspec.records import PromptRecord, RoundRecord
 from selfspec.report.checks import DIVERGENCE_CLASSES
 
@@ -134,6 +136,15 @@ def phase_shares(records: Records) -> dict[str, float | None]:
 def ttft_median_s(records: Records) -> float:
     """The median over prompts of the median over repeats."""
     return median(median(record.ttft_s for record in group) for group in by_prompt(records).values())
+
+
+def round_gaps_s(records: Records) -> dict[str, float | None]:
+    """What a reader of the stream waits for the tokens of a round: median and 95th percentile."""
+    gaps = [entry.draft_s + entry.verify_s + entry.other_s for record in records for entry in record.rounds]
+    if not gaps:
+        return {"round_p50_s": None, "round_p95_s": None}
+    p50, p95 = np.percentile(np.asarray(gaps), (50, 95))
+    return {"round_p50_s": float(p50), "round_p95_s": float(p95)}
 
 
 # ---- equality

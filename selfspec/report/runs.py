@@ -26,20 +26,31 @@ class Measured:
         """How the run is named in a table: its folder, and what a reader must know about it."""
         noise = self.summary["noise_check"]
         marks = [] if self.run.finished else ["unfinished"]
+        marks += ["tuning prompts"] if self.run.only_tuning else []
         marks += ["noisy"] if noise and noise["noisy"] else []
+        marks += ["untimed"] if (self.run.config.get("measure") or {}).get("timed") is False else []
         return self.run.path.resolve().name + (f" ({', '.join(marks)})" if marks else "")
 
 
 def load_runs(
-    specs: str | Path | Sequence[str | Path], allow_mixed: bool = False, allow_unfinished: bool = False
+    specs: str | Path | Sequence[str | Path],
+    allow_mixed: bool = False,
+    allow_unfinished: bool = False,
+    allow_tuning: bool = False,
 ) -> list[Measured]:
     """Every run directory that `specs` name: run directories, folders of them at any depth, or globs.
 
     Raises `UserError` for a name without a run behind it, an unfinished run (unless `allow_unfinished`, then it is
-    marked), runs of different machines (unless `allow_mixed`), or a run without the autoregressive baseline.
+    marked), runs of different machines (unless `allow_mixed`), a run on prompts for choosing settings (unless
+    `allow_tuning`), or a run without the autoregressive baseline.
     """
     runs = [read_run(path, allow_unfinished) for path in find_run_dirs(specs)]
     check_together(runs, allow_mixed)
+    if tuning := [run.name for run in runs if run.only_tuning and not allow_tuning]:
+        raise UserError(
+            f"{tuning[0]} was measured on prompts for choosing settings; what was chosen on them reads too high. "
+            "Report from others (prompts.split=report), compare settings with format=sweep, or pass allow_tuning=true."
+        )
     return [measured(run) for run in runs]
 
 
@@ -53,7 +64,7 @@ def measured(run: Run) -> Measured:
             f"{run.path} has no {BASELINE!r} results to compare with (it has: {', '.join(methods)}); "
             "measure the baseline in the same run."
         )
-    return Measured(run, summarise(run.prompts, run=str(run.path)))
+    return Measured(run, summarise(run.prompts, run=str(run.path), references=run.references, score=run.score))
 
 
 def find_run_dirs(specs: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -38,6 +38,7 @@ from selfspec.report.estimators import (
     joint_acceptance,
     phase_s_per_token,
     phase_shares,
+    round_gaps_s,
     tokens_per_s,
     ttft_median_s,
     whole_rounds,
@@ -47,6 +48,7 @@ from selfspec.report.intervals import (
     RESAMPLES,
     holm,
 )
+from selfspec.report.quality import quality
 from selfspec.report.speedup import speedups
 
 BASELINE = "ar"
@@ -55,9 +57,17 @@ Stats = dict[str, Any]
 
 
 def summarise(
-    records: Records, baseline: str = BASELINE, seed: int = 0, resamples: int = RESAMPLES, run: str = "this run"
+    records: Records,
+    baseline: str = BASELINE,
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    run: str = "this run",
+    references: Mapping[str, str] | None = None,
+    score: str | None = None,
 ) -> Stats:
     """Everything above for every method, overall and per category: the content of `summary.json`.
+
+    `references`: right answers by prompt id, compared by `score` (selfspec.report.quality).
 
     Raises `UserError` (naming run, prompt and method) for an empty set or a record that contradicts itself.
     """
@@ -66,19 +76,22 @@ def summarise(
     for record in records:
         check_record(record, run)
     check_equality(records, baseline, run)
-    categories = sorted({record.category for record in records})
-    shown = [record for record in records if record.method != BASELINE_AGAIN]
+    groups = {"": [record for record in records if record.method != BASELINE_AGAIN]}
+    for record in groups[""]:
+        groups.setdefault(record.category, []).append(record)
+    tables = {name: _methods(group, baseline, seed, resamples) for name, group in groups.items()}
+    for name, group in groups.items():
+        for method, stats in tables[name].items():
+            own, theirs = ([r for r in group if r.method == which] for which in (method, baseline))
+            stats.update(quality(own, theirs, references or {}, score))
     return {
         "baseline": baseline,
         "num_prompts": len({record.prompt_id for record in records}),
         "num_repeats": len({record.repeat for record in records}),
         "interval": {"confidence": CONFIDENCE, "resamples": resamples, "seed": seed, "clustered_by": "prompt"},
         "noise_check": noise_check(records, baseline, seed, resamples),
-        "methods": _methods(shown, baseline, seed, resamples),
-        "categories": {
-            name: _methods([record for record in shown if record.category == name], baseline, seed, resamples)
-            for name in categories
-        },
+        "methods": tables[""],
+        "categories": {name: tables[name] for name in sorted(tables) if name},
     }
 
 
@@ -152,6 +165,7 @@ def _method(records: Records) -> Stats:
         **phase_shares(records),
         **phase_s_per_token(records),
         "ttft_median_s": ttft_median_s(records),
+        **round_gaps_s(records),
         "peak_device_bytes": _peak(record.peak_device_bytes for record in records),
         "peak_host_bytes": _peak(record.peak_host_bytes for record in records),
         "equality": equality(records),

@@ -25,6 +25,9 @@ MARKS = {
 }
 
 
+QUALITY = {"score": "reference_score", "ROUGE-L\nto AR": "rouge_l_to_baseline"}  # shown where there is such a number
+
+
 @dataclass(frozen=True)
 class Block:
     """The rows of one run."""
@@ -59,11 +62,23 @@ def comparison_table(runs: Sequence[Measured]) -> Table:
         "peak\nGB",
         "equal\nto AR",
     ]
+    extra = [column for column in QUALITY if any(_methods_with(item, QUALITY[column]) for item in runs)]
+    header += extra
     blocks = [
-        Block(item.label, [_comparison_row(name, stats, item) for name, stats in item.summary["methods"].items()])
+        Block(
+            item.label,
+            [
+                [*_comparison_row(name, stats, item), *(_number(stats[QUALITY[column]], 2) for column in extra)]
+                for name, stats in item.summary["methods"].items()
+            ],
+        )
         for item in runs
     ]
     return _table("comparison", header, blocks, runs)
+
+
+def _methods_with(item: Measured, statistic: str) -> bool:
+    return any(stats[statistic] is not None for stats in item.summary["methods"].values())
 
 
 def category_table(runs: Sequence[Measured]) -> Table:
@@ -101,6 +116,9 @@ def to_csv(runs: Sequence[Measured]) -> str:
 def _table(name: str, header: list[str], blocks: list[Block], runs: Sequence[Measured]) -> Table:
     cells = " ".join(cell for block in blocks for row in block.rows for cell in row)
     notes = estimator_notes(runs) + [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in cells]
+    if any(_methods_with(item, "reference_score") for item in runs):
+        names = sorted({str(item.run.score) for item in runs if item.run.score})
+        notes.append(f"score: {', '.join(names)} of the answers against the prompt set's references.")
     if DASH in cells:
         notes.append(f"{DASH} not measured for this method.")
     return Table(name, header, blocks, caption(runs), notes)

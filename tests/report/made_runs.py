@@ -80,21 +80,34 @@ def made_records(num_prompts: int = 12, repeats: int = 3, seed: int = 0) -> list
 
 
 def write_run(
-    path: Path, records: Sequence[PromptRecord] | None = None, finish: bool = True, **provenance: Any
+    path: Path,
+    records: Sequence[PromptRecord] | None = None,
+    finish: bool = True,
+    prompt_set: dict[str, tuple[str, str | None]] | None = None,
+    score: str | None = None,
+    **provenance: Any,
 ) -> Path:
-    """A run directory holding `records`, with a config and a provenance like a real run's."""
+    """A run directory holding `records`, with a config and a provenance like a real run's. prompt_set: split and
+    reference by prompt id.
+    """
     path = path if path.name[-9:-8] == "-" else path.with_name(f"{path.name}-0123abcd")
     config = {
         "target": {"kind": "smollm2", "path": None},
         "sampling": {"temperature": 0.0},
         "runtime": {"dtype": "float32", "device": "cpu"},
         "max_new_tokens": 60,
+        "prompts": {"score": score},
     }
     machine = {"host_hash": "lab1", "cpu": "Xeon & co_1", "num_cpus": 2, "num_threads": 2, "gpus": []}
     recorded = {"machine": machine, "versions": {"torch": "2.13.0", "transformers": "5.24.0"}, **provenance}
     with RunWriter(path) as writer:
         writer.write_text("config.yaml", json.dumps(config))
         writer.write_text("provenance.json", json.dumps(recorded))
+        if prompt_set is not None:
+            lines = [
+                {"prompt_id": k, "category": "chat", "split": s, "reference": r} for k, (s, r) in prompt_set.items()
+            ]
+            writer.write_text("prompt_set.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         for record in made_records() if records is None else records:
             writer.append(record)
         if finish:
