@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
 from selfspec.training.data import DataConfig, load_dataset, read_shard, shard_paths
-from selfspec.training.generation import Finished, Request, generate_stream
+from selfspec.training.generation import Finished, Request, generate_stream, pick
 from selfspec.training.making import make_data
 from selfspec.training.prompt_sources import PromptDatasetConfig, first_turn, read_dataset, read_prompts
 from selfspec.training.self_prompts import chat_template, is_held_out, normalised, reject_reason
@@ -33,8 +35,6 @@ def everything(folder: Path) -> dict[int, tuple[list[int], bool]]:
 
 
 def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
-    import torch
-
     prompts = [list(range(60, 60 + n)) for n in (3, 9, 5, 14, 4, 7)]
     waiting = [Request(i, ids, 12) for i, ids in enumerate(prompts)]
     got: dict[int, list[int]] = {}
@@ -48,6 +48,32 @@ def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
     for i, ids in enumerate(prompts):
         whole = chat_target.hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert got[i] == whole[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("vocab", [40, 256, 1000])
+def test_a_draw_inverts_the_distribution_function(vocab: int):
+    """Against float64 over the whole vocabulary; weights are powers of two, so that float32 sums are exact as well."""
+    powers = torch.randint(-6, 1, (200, vocab), generator=torch.Generator().manual_seed(0))
+    logits = powers * math.log(2)
+    min_p = torch.tensor([0.0, 0.1]).repeat(100)
+    uniform = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    temperature = torch.ones(200)
+    temperature[::5] = 0
+    drawn = pick(logits, temperature, min_p, uniform)
+    weights = torch.exp2(powers.double())
+    weights[weights < min_p.double()[:, None] * weights.amax(-1, keepdim=True)] = 0
+    reached = weights.cumsum(-1)
+    expected = torch.searchsorted(reached, uniform[:, None] * reached[:, -1:], right=True)[:, 0]
+    expected[::5] = logits[::5].argmax(-1)
+    assert int((drawn != expected).sum()) <= 1  # a goal that float32 rounds over an edge
+    assert int((drawn == expected).sum()) >= 199
+
+
+def test_a_draw_never_takes_a_token_without_probability():
+    logits = torch.full((3, 600), -torch.inf)
+    logits[:, [7, 300, 310]] = 0.0
+    uniform = torch.tensor([0.0, 1 - 1e-12, 0.5], dtype=torch.float64)  # the second one is 1 in float32
+    assert pick(logits, torch.ones(3), torch.zeros(3), uniform).tolist() == [7, 310, 300]
 
 
 def test_a_request_that_extends_its_rows_text_reuses_it(chat_target: Target):
