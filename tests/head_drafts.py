@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from selfspec.drafters.hydra import HydraHeads
 from selfspec.drafters.medusa import MedusaHeads
 from selfspec.target import Target
+from selfspec.target.blank import blank_layer_and_norm
 
 MODULES = {"medusa": MedusaHeads, "hydra": HydraHeads}
 
@@ -28,10 +30,12 @@ def random_heads(
     own_head: bool = False,
     d_vocab: int | None = None,
     seed: int = 0,
+    prefix: bool = False,
 ) -> tuple[nn.Module, Tensor | None]:
     """Heads whose drafts differ from position to position and from token to token, and their draft vocabulary."""
     num_outputs = (d_vocab or target.vocab_size) if own_head else 0
-    heads = MODULES[kind](target.width, num_heads, num_blocks, num_outputs)
+    more = {"prefix": blank_layer_and_norm(target).to_empty(device="cpu")} if prefix else {}
+    heads = MODULES[kind](target.width, num_heads, num_blocks, num_outputs, **more)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -58,7 +62,7 @@ def plain_draft(
     embedding = target.hf_model.get_input_embeddings().weight
     hidden_1M = torch.zeros(1, target.width)  # nothing has run before a text's first token
     if length > 1:
-        hidden_1M = normed_states(target, tuple(text))[length - 2][None]
+        hidden_1M = normed_states(target, heads, tuple(text))[length - 2][None]
     read, drafted = [hidden_1M, embedding[text[length - 1]][None]], list[int]()
     for head in range(count):
         state_1M = heads.states(hidden_1M)[head] if kind == "medusa" else heads.state(head, torch.cat(read, -1))
@@ -74,10 +78,15 @@ def plain_draft(
 
 
 @functools.cache
-def normed_states(target: Target, token_ids: tuple[int, ...]) -> Tensor:
-    """transformers' own hidden states `[T, M]` behind the final norm."""
-    output = target.hf_model.model(torch.tensor([token_ids]), use_cache=False)
-    states_TM: Tensor = output.last_hidden_state[0]
+def normed_states(target: Target, heads: nn.Module, token_ids: tuple[int, ...]) -> Tensor:
+    """The states `[T, M]` that heads read, from transformers' own model; with a prefix layer one of a layer more."""
+    model = target.hf_model.model
+    if getattr(heads, "prefix", None) is not None:
+        model = copy.deepcopy(model)
+        model.config.num_hidden_layers += 1
+        model.layers.append(heads.prefix["layer"])
+        model.norm = heads.prefix["norm"]
+    states_TM: Tensor = model(torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
     return states_TM
 
 
@@ -94,7 +103,7 @@ def teach(
     for head, matrix in enumerate(heads.lm_head):
         states, labels = [], []
         for token_ids in text:
-            hidden_NM, count = normed_states(target, tuple(token_ids)), len(token_ids) - head - 2
+            hidden_NM, count = normed_states(target, heads, tuple(token_ids)), len(token_ids) - head - 2
             ids = torch.tensor(token_ids)
             read = [hidden_NM[:count], *(embedding[ids[1 + j : 1 + j + count]] for j in range(head + 1))]
             medusa = kind == "medusa"
@@ -118,6 +127,7 @@ def write_heads(
         "num_heads": len(heads.blocks),
         "num_blocks": len(heads.blocks[0]),
         "own_head": len(heads.lm_head) > 0,
+        "prefix": getattr(heads, "prefix", None) is not None,
         "d_vocab": None if token_ids is None else len(token_ids),
         "target": {
             "name": target.name,

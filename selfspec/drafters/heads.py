@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from selfspec.cache import KVCache
 from selfspec.drafters.base import Seen
 from selfspec.drafters.checkpoint import Checkpoint
 from selfspec.errors import UserError
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class LastState:
-    """Per row the hidden state leaving the target's last layer, before the final norm; zeros for a prompt of one token,
-    of which the target has run nothing yet.
+    """Per row the hidden state at the last position, before the final norm; zeros for a prompt of one token, of which
+    the target has run nothing yet. `cache`: of a trained layer that the state has gone through (`hydra`).
     """
 
     hidden_BM: Tensor
+    cache: KVCache | None = None
 
     def reset(self, row: int, prompt_ids: Sequence[int], request: int) -> None:
         self.hidden_BM[row].zero_()
@@ -51,19 +53,20 @@ def bytes_of_heads(target: Target, heads: nn.Module, token_ids_N: Tensor | None)
     return own + token_ids_N.nbytes + (0 if has_own else len(token_ids_N) * target.width * itemsize)
 
 
-def start_state(target: Target, rows: Rows) -> None:
-    rows.draft_state = LastState(torch.zeros(rows.num_rows, target.width, dtype=target.dtype, device=target.device))
+def start_state(target: Target, rows: Rows, cache: KVCache | None = None) -> None:
+    hidden_BM = torch.zeros(rows.num_rows, target.width, dtype=target.dtype, device=target.device)
+    rows.draft_state = LastState(hidden_BM, cache)
 
 
 def keep_state(rows: Rows, seen: Seen) -> None:
-    """The state at the last position that stays; rejected drafts lie behind it."""
+    """The target's state at the last position that stays; rejected drafts lie behind it."""
     assert seen.features_BTF is not None
-    seen.keep(state_of(rows), seen.features_BTF)
+    seen.keep(state_of(rows).hidden_BM, seen.features_BTF)
 
 
-def state_of(rows: Rows) -> Tensor:
+def state_of(rows: Rows) -> LastState:
     assert isinstance(rows.draft_state, LastState), "start() was not called for these rows"
-    return rows.draft_state.hidden_BM
+    return rows.draft_state
 
 
 class Outputs:

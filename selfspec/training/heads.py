@@ -29,7 +29,7 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.data import write_atomically
-from selfspec.training.draft_vocab import read_draft_vocab
+from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.identity import target_identity
 from selfspec.training.losses import CHUNK, HeadLoss, acceptance, head_loss, restrict
@@ -40,11 +40,13 @@ from selfspec.training.packed import reduced_head
 class HeadOptions:
     """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens.
     own_head: an output matrix for each head, beginning as the target's; else the target's own, frozen.
+    prefix (hydra only): one more layer of the target's kind in front of the heads.
     """
 
     num_heads: int = 4
     num_blocks: int = 1
     own_head: bool = False
+    prefix: bool = False
     decay: float = 0.8
     draft_vocab: str | None = None
     d_vocab: int | None = None
@@ -71,7 +73,9 @@ def starts_of(batch: Batch, num_heads: int) -> Starts:
 
 
 class HeadsTrainee:
-    """`states(hidden_NM, batch, starts)` gives every head's state `[K, N, M]`, with gradients into `module`."""
+    """`states(hidden_NM, batch, starts)` gives every head's state `[K, N, M]`, with gradients into `module`. The hidden
+    states are those leaving the target's last layer, behind the final norm, or what a trained layer makes of them.
+    """
 
     def __init__(
         self,
@@ -81,12 +85,14 @@ class HeadsTrainee:
         token_ids: Tensor | None,
         module: nn.Module,
         states: Callable[[Tensor, Batch, Starts], Tensor],
+        prefix: Callable[[Batch], Tensor] | None = None,
     ) -> None:
+        """prefix: the hidden states `[B, T, M]` that the heads read, where they are not the target's."""
         self.kind, self.target, self.options, self.token_ids = kind, target, options, token_ids
         self.feature_layers: tuple[int, ...] = (target.num_layers,)
         self.num_positions = options.num_heads
         self.module: nn.Module = module
-        self.states = states
+        self.states, self.prefix = states, prefix
         self.head_VM, self.place_V = reduced_head(target, token_ids)
         self.own = linears(module.get_submodule("lm_head"))
         with torch.no_grad():
@@ -141,6 +147,7 @@ class HeadsTrainee:
             "num_heads": self.options.num_heads,
             "num_blocks": self.options.num_blocks,
             "own_head": self.options.own_head,
+            "prefix": self.prefix is not None,
             "d_vocab": None if self.token_ids is None else len(self.token_ids),
             "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
         }
@@ -150,8 +157,11 @@ class HeadsTrainee:
 
     def _states(self, batch: Batch, starts: Starts) -> Tensor:
         assert batch.features_BTF is not None
-        with torch.no_grad():
-            hidden_NM = self.target.norm(batch.features_BTF.flatten(0, 1)[starts.at_N].to(self.target.dtype))
+        if self.prefix is not None:
+            hidden_NM = self.prefix(batch).flatten(0, 1)[starts.at_N]
+        else:
+            with torch.no_grad():
+                hidden_NM = self.target.norm(batch.features_BTF.flatten(0, 1)[starts.at_N].to(self.target.dtype))
         return self.states(hidden_NM.float(), batch, starts).float()
 
     def _quality(self, batch: Batch, head: int, states_NM: Tensor, label_N: Tensor) -> tuple[list[float], list[bool]]:
@@ -171,7 +181,7 @@ def read_options(kind: str, target: Target, options: dict[str, Any]) -> tuple[He
     """Options checked, and the draft vocabulary. UserError: an unknown option, an impossible number, a vocabulary of
     another target or without EOS, a target whose logits are more than a product with its output matrix.
     """
-    names = list(asdict(HeadOptions()))
+    names = [name for name in asdict(HeadOptions()) if kind == "hydra" or name != "prefix"]
     if unknown := sorted(set(options) - set(names)):
         raise UserError(f"draft.{unknown[0]} is no option of {kind}. Allowed: {', '.join(names)}.")
     typed = HeadOptions(**options)
@@ -180,8 +190,6 @@ def read_options(kind: str, target: Target, options: dict[str, Any]) -> tuple[He
             raise UserError(f"draft.{name}={getattr(typed, name)} must be at least 1.")
     if not 0 < typed.decay <= 1:
         raise UserError(f"draft.decay={typed.decay} must be above 0 and at most 1: head k's loss counts decay^k.")
-    if (typed.draft_vocab is None) != (typed.d_vocab is None):
-        raise UserError("draft.draft_vocab (a file) and draft.d_vocab (how many of its ids) are given together.")
     probe = torch.linspace(-9, 9, 3)
     finished = target.family.finish_logits(probe, target.config)
     if not typed.own_head and (
@@ -191,9 +199,4 @@ def read_options(kind: str, target: Target, options: dict[str, Any]) -> tuple[He
             f"{target.name} scales its logits, caps them or adds a bias to them, so a head that only borrows its "
             "output matrix would learn something else. Give draft.own_head=true."
         )
-    if typed.draft_vocab is None or typed.d_vocab is None:
-        return typed, None
-    fingerprint = target_identity(target)["fingerprint"]
-    return typed, torch.from_numpy(
-        read_draft_vocab(typed.draft_vocab, typed.d_vocab, target.eos_token_ids, fingerprint)
-    )
+    return typed, draft_vocabulary(target, typed.draft_vocab, typed.d_vocab)

@@ -19,6 +19,7 @@ from selfspec.drafters.medusa import Medusa
 from tiny_models import prompt_ids, tiny_llama
 
 KINDS = ("medusa", "hydra")
+WITH_PREFIX = (("medusa", False), ("hydra", False), ("hydra", True))
 DRAFTERS = {"medusa": Medusa, "hydra": Hydra}
 TARGET = wrap_target(tiny_llama(), name="tiny")
 PROMPTS = [prompt_ids(length, seed=length) for length in (1, 64, 65, 130, 2, 9)]  # chunks of 64 on the CPU
@@ -32,9 +33,9 @@ def answers(**options):
 
 
 @functools.cache
-def taught(kind, d_vocab=None):
+def taught(kind, prefix=False, d_vocab=None):
     """Heads, draft vocabulary, drafter: fitted to four of the six answers."""
-    heads, token_ids = random_heads(kind, TARGET, own_head=True, d_vocab=d_vocab)
+    heads, token_ids = random_heads(kind, TARGET, own_head=True, d_vocab=d_vocab, prefix=prefix)
     text = [prompt + answer for prompt, answer in zip(PROMPTS, answers(), strict=True)]
     teach(
         kind, heads, TARGET, [one[-NEW_TOKENS - 3 :] if len(one) < 40 else one[-NEW_TOKENS:] for one in text], token_ids
@@ -52,33 +53,33 @@ def counted(outputs):
     [(1, 4, "contiguous"), (1, 1, Paged(4)), (3, 3, "contiguous"), (3, 4, Paged(4))],
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_are_the_targets_whatever_stands_and_falls(kind, rows, num_drafted, cache):
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_greedy_tokens_are_the_targets_whatever_stands_and_falls(kind, prefix, rows, num_drafted, cache):
     options = dict(max_new_tokens=NEW_TOKENS, ignore_eos=True, lookahead=num_drafted, max_batch_rows=rows, cache=cache)
-    outputs = decode(TARGET, taught(kind)[2], PROMPTS, **options)
+    outputs = decode(TARGET, taught(kind, prefix)[2], PROMPTS, **options)
     assert [output.token_ids for output in outputs] == answers()
     accepted, drafted = counted(outputs)
     assert 0.1 < accepted / drafted < 0.9, "or this test would say little"
 
 
 @pytest.mark.parametrize("rows, cache", [(1, "contiguous"), (3, Paged(4))], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_coupled_samples_are_the_autoregressive_ones(kind, rows, cache):
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_coupled_samples_are_the_autoregressive_ones(kind, prefix, rows, cache):
     options = dict(max_new_tokens=16, sampling=Sampling(temperature=0.8, top_p=0.95), acceptance="coupled", seed=5)
     options |= dict(max_batch_rows=rows, ignore_eos=True)
     expected = decode(TARGET, None, PROMPTS, **options)
-    outputs = decode(TARGET, taught(kind)[2], PROMPTS, lookahead=3, cache=cache, **options)
+    outputs = decode(TARGET, taught(kind, prefix)[2], PROMPTS, lookahead=3, cache=cache, **options)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     assert counted(outputs)[0] > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampled_tokens_depend_neither_on_the_cache_nor_on_the_other_rows(kind, rule):
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_sampled_tokens_depend_neither_on_the_cache_nor_on_the_other_rows(kind, prefix, rule):
     """That they follow p is tested by χ² (tests/statistical)."""
     options = dict(max_new_tokens=16, sampling=Sampling(temperature=0.8), acceptance=rule, seed=5, ignore_eos=True)
     found = [
-        decode(TARGET, taught(kind)[2], PROMPTS, lookahead=3, max_batch_rows=rows, cache=cache, **options)
+        decode(TARGET, taught(kind, prefix)[2], PROMPTS, lookahead=3, max_batch_rows=rows, cache=cache, **options)
         for rows, cache in ((1, "contiguous"), (3, "contiguous"), (3, Paged(4)))
     ]
     tokens = [[output.token_ids for output in outputs] for outputs in found]
@@ -101,12 +102,12 @@ def watched_drafts(decoder, prompts, **options):
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_draft_is_the_heads_own_behind_the_text_that_stands(kind, outputs):
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_every_draft_is_the_heads_own_behind_the_text_that_stands(kind, prefix, outputs):
     """Against heads run from scratch on transformers' hidden states, at every round: also right behind a rejection."""
-    heads, token_ids = random_heads(kind, TARGET, num_blocks=3, **outputs)
+    heads, token_ids = random_heads(kind, TARGET, prefix=prefix, num_blocks=3, **outputs)
     if "own_head" in outputs:
-        heads, token_ids, _ = taught(kind, outputs.get("d_vocab"))
+        heads, token_ids, _ = taught(kind, prefix, outputs.get("d_vocab"))
     decoder = Decoder(TARGET, DRAFTERS[kind](TARGET, heads, token_ids), max_batch_rows=2)
     rounds = watched_drafts(decoder, PROMPTS)
     assert min(length for _, length, _ in rounds) == 1
@@ -116,9 +117,9 @@ def test_every_draft_is_the_heads_own_behind_the_text_that_stands(kind, outputs)
 
 
 @pytest.mark.parametrize("cache", ["contiguous", Paged(4)], ids=["contiguous", "paged"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_goes_on_from_the_last_one_begins_with_the_state_of_its_own_end(kind, cache):
-    heads, token_ids, drafter = taught(kind)
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_a_prompt_that_goes_on_from_the_last_one_begins_with_the_state_of_its_own_end(kind, prefix, cache):
+    heads, token_ids, drafter = taught(kind, prefix)
     decoder = Decoder(TARGET, drafter, cache=cache)
     text = watched_drafts(decoder, [PROMPTS[5]])[0][0]
     for longer in ([*text, 7, 8, 9], text[:20], text[:1], prompt_ids(1, seed=3)):
@@ -136,9 +137,9 @@ def test_more_drafts_than_heads_are_refused_and_fewer_are_made(kind):
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_saved_is_what_drafts(kind, outputs, tmp_path):
-    heads, token_ids = random_heads(kind, TARGET, num_heads=3, seed=4, **outputs)
+@pytest.mark.parametrize("kind, prefix", WITH_PREFIX)
+def test_what_was_saved_is_what_drafts(kind, prefix, outputs, tmp_path):
+    heads, token_ids = random_heads(kind, TARGET, prefix=prefix, num_heads=3, seed=4, **outputs)
     write_heads(tmp_path, kind, TARGET, heads, token_ids, {})
     drafter = load_drafter(tmp_path, TARGET)
     assert drafter.name == kind and drafter.max_drafted == 3

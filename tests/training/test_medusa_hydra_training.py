@@ -26,6 +26,7 @@ from selfspec.training.trainee import build_trainee
 from selfspec.training.trainer import TrainConfig
 
 KINDS = ("medusa", "hydra")
+DRAFTS = (("medusa", {}), ("hydra", {}), ("hydra", {"prefix": True}))
 HEADS = 3
 SAMPLES = [Sample(i, list(range(20 + i, 40 + 2 * i)), (1, 6, 15)[i], 0.0, False) for i in range(3)]
 
@@ -65,9 +66,11 @@ def expected_rounds(samples: list[Sample]) -> list[tuple[int, int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_begins_right_before_the_last_prompt_token_and_reaches_every_head(chat_target: Target, kind: str):
-    trainee = stirred(build_trainee(kind, chat_target, {"num_heads": HEADS, "num_blocks": 2}))
+@pytest.mark.parametrize("kind, more", DRAFTS)
+def test_the_gradient_begins_right_before_the_last_prompt_token_and_reaches_every_head(
+    chat_target: Target, kind: str, more: dict
+):
+    trainee = stirred(build_trainee(kind, chat_target, {"num_heads": HEADS, "num_blocks": 2, **more}))
     batch, kept = batch_of(chat_target, SAMPLES, row_tokens=80), []
     states = trainee.states
 
@@ -120,10 +123,10 @@ def test_the_loss_is_each_heads_own_on_the_distribution_it_drafts_from(
     assert float(trainee.loss(batch)) == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, more", DRAFTS)
 @torch.no_grad()
-def test_heads_begin_as_the_targets_own_prediction(chat_target: Target, kind: str):
-    trainee = build_trainee(kind, chat_target, {"num_heads": HEADS, "num_blocks": 2})
+def test_heads_begin_as_the_targets_own_prediction(chat_target: Target, kind: str, more: dict):
+    trainee = build_trainee(kind, chat_target, {"num_heads": HEADS, "num_blocks": 2, **more})
     batch = batch_of(chat_target, SAMPLES, row_tokens=80)
     starts = starts_of(batch, HEADS)
     states_KNM = trainee._states(batch, starts)
@@ -131,9 +134,8 @@ def test_heads_begin_as_the_targets_own_prediction(chat_target: Target, kind: st
     assert torch.equal(states_KNM, hidden_NM.expand_as(states_KNM))
 
 
-@pytest.mark.parametrize("own_head", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_held_out_tau_on_greedy_text_is_what_decoding_gets(chat_target: Target, kind: str, own_head: bool, tmp_path):
+@pytest.mark.parametrize("kind, more", [*DRAFTS, ("medusa", {"own_head": True})])
+def test_held_out_tau_on_greedy_text_is_what_decoding_gets(chat_target: Target, kind: str, more: dict, tmp_path):
     """Trained on the very text, so that some drafts are right; saved, loaded, and decoded with."""
     prompts = [tiny_models.prompt_ids(length, seed=length, vocab_size=250) for length in (2, 5, 9, 30, 4)]
     answers = decode(chat_target, None, prompts, max_new_tokens=40, max_batch_rows=5)
@@ -141,8 +143,7 @@ def test_held_out_tau_on_greedy_text_is_what_decoding_gets(chat_target: Target, 
         Sample(i, prompt + output.token_ids, len(prompt), 0.0, False)
         for i, (prompt, output) in enumerate(zip(prompts, answers, strict=True))
     ]
-    options = {"num_heads": HEADS, "num_blocks": 2, "own_head": own_head}
-    trainee = build_trainee(kind, chat_target, options)
+    trainee = build_trainee(kind, chat_target, {"num_heads": HEADS, "num_blocks": 2, **more})
     batch = batch_of(chat_target, samples, row_tokens=96, batch_rows=4)
     optimizer = torch.optim.Adam(trainee.module.parameters(), lr=1e-2)
     for _ in range(60):
@@ -198,6 +199,7 @@ def test_impossible_options_are_user_errors(chat_target: Target, kind: str):
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"decay": 0.0}, "decay=0.0 must be above 0"),
+        ({"prefix": True} if kind == "medusa" else {"prefixes": True}, f"draft.prefix.* is no option of {kind}"),
         ({"heads": 3}, f"draft.heads is no option of {kind}"),
         ({"d_vocab": 5}, "together"),
     ):
