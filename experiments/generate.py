@@ -79,6 +79,7 @@ def main(composed: DictConfig) -> None:
         seed=config.seed,
         stop_strings=config.stop_strings,
         ignore_eos=settings.ignore_eos,
+        cache=settings.cache,
         on_round=Watcher(target.tokenizer, console),
     )
     console.print("\n")

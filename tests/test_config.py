@@ -43,6 +43,7 @@ BAD_INPUT = {
     "runtime.dtype=flaot32": "Did you mean 'float32'?",
     "runtime.device=gpu": "Allowed: auto, cpu, cuda",
     "runtime.num_threads=0": "Allowed: 1 or more",
+    "runtime.cache=page": "Did you mean 'paged'?",
     "acceptance=rejecton": "Did you mean 'rejection'?",
     "target.kind=huggingface": "Allowed: gguf, hf, random, smollm2",
     "target.kind=hf": "needs target.path",

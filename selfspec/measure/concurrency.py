@@ -76,7 +76,7 @@ class Service:
         if key not in self.decoders:
             most = max(len(one.prompt_ids) + one.max_new_tokens for load in self.loads for one in load)
             capacity = most + self.policy(way).max_drafted + 1
-            self.decoders[key] = Decoder(self.target, way.drafter, num_rows, capacity)
+            self.decoders[key] = Decoder(self.target, way.drafter, num_rows, capacity, self.config.runtime.cache)
         return self.decoders[key]
 
     def policy(self, way: Way) -> Lookahead:

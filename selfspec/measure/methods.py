@@ -26,6 +26,7 @@ class Settings:
     sampling: Sampling
     acceptance: str = "auto"
     ignore_eos: bool = False
+    cache: str = "contiguous"
 
 
 @dataclass
@@ -48,7 +49,7 @@ def decode_method(
     label: str, target: Target, drafter: Drafter | None, lookahead: Lookahead, settings: Settings, capacity: int
 ) -> Method:
     """Our loop with `drafter` (None: autoregressive), on one cache of `capacity` tokens for the whole run."""
-    decoder = Decoder(target, drafter, capacity=capacity)
+    decoder = Decoder(target, drafter, capacity=capacity, cache=settings.cache)
 
     def generate(prompt_ids: list[int], max_new_tokens: int, seed: int):
         (output,) = decoder.decode(
@@ -65,7 +66,8 @@ def decode_method(
     def trace(prompt_ids: list[int], max_new_tokens: int, seed: int) -> Recorder:
         rule = Watched(build_rule(settings.acceptance, settings.sampling))
         recorder = Recorder(target.tokenizer, rule)
-        eager = Decoder(target, drafter, capacity=capacity, rounds="eager")  # what is watched cannot be a graph
+        # what is watched cannot be a graph
+        eager = Decoder(target, drafter, capacity=capacity, cache=settings.cache, rounds="eager")
         eager.decode(
             [prompt_ids],
             max_new_tokens=max_new_tokens,
