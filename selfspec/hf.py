@@ -33,7 +33,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from selfspec.decoding.decoder import capacity_for, lookahead_for
+from selfspec.decoding.decoder import capacity_for, drafts_trees, lookahead_for
 from selfspec.decoding.lockstep import PaddedProcessors, RecordingSampler, Replay
 from selfspec.decoding.loop import run_requests
 from selfspec.decoding.requests import Request, check_length, encode_prompt
@@ -100,6 +100,8 @@ def hf_generate(
 
     target, chosen = _target_and_drafter(model, drafter)
     policy = lookahead_for(chosen, lookahead)
+    if drafts_trees(policy):
+        raise UserError("Inside `generate` drafts are chains. Use selfspec.decode for trees, or another lookahead.")
     requests = _requests(target, input_ids, pads, generation_config, criteria)
     if seed is None:
         seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))

@@ -22,6 +22,7 @@ from torch import Tensor
 from selfspec.cache.blocks import common_prefix
 from selfspec.cache.interface import Cache
 from selfspec.cache.storage import EXTENT_STEP, LayerShape, slots_for
+from selfspec.cache.tree_block import TreeBlock
 
 T = TypeVar("T")
 
@@ -67,15 +68,27 @@ class KVCache:
             self._views[key] = (keys, values)
         return self._views[key]
 
-    def open(self, positions_BT: Tensor, extent: int, rows: slice = slice(None), layer_offset: int = 0) -> Pass:
+    def slots_of(self, positions_BT: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Where the keys and values of these positions lie in a layer; the row's trash slot for −1."""
+        starts_B1 = self._row_starts_B1[rows]
+        return torch.where(positions_BT >= 0, starts_B1 + positions_BT, starts_B1 + (self.num_slots - 1))
+
+    def open(
+        self,
+        positions_BT: Tensor,
+        extent: int,
+        rows: slice = slice(None),
+        layer_offset: int = 0,
+        tree: TreeBlock | None = None,
+    ) -> Pass:
         """One forward pass over `positions_BT` (int64, −1 = padding) of `rows`, reading slots `[0, extent)`.
 
-        `extent` must exceed every position in use; it is rounded up to `EXTENT_STEP` and kept clear of the trash slot.
+        `extent` must exceed every position in use (with a tree: every slot); it is rounded up to `EXTENT_STEP` and kept
+        clear of the trash slot.
         """
         extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.num_slots)
-        trash_B1 = self._row_starts_B1[rows] + (self.num_slots - 1)
-        slots_BT = torch.where(positions_BT >= 0, self._row_starts_B1[rows] + positions_BT, trash_B1)
-        return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset)
+        slots_BT = self.slots_of(positions_BT if tree is None else tree.slots_BT, rows)
+        return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset, tree)
 
     def fits(self, token_ids: Sequence[int], num_tokens: int) -> bool:
         return num_tokens <= self.capacity
@@ -110,6 +123,7 @@ class Pass:
     extent: int
     rows: slice
     layer_offset: int = 0
+    tree: TreeBlock | None = None
     _memo: dict[object, Any] = field(default_factory=dict)
 
     def update(
@@ -139,9 +153,13 @@ class Pass:
         return self.once((window, repeats, dtype), lambda: self._make_mask(window, repeats, dtype))
 
     def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        behind_BTS = self.positions_BT[..., None] - self.cache.slot_ids_S[: self.extent]
-        hidden_BTS = behind_BTS < 0
-        if window is not None:
-            hidden_BTS |= behind_BTS >= window
+        slot_ids_S = self.cache.slot_ids_S[: self.extent]
+        if self.tree is not None:
+            hidden_BTS = self.tree.hidden_BTS(self.positions_BT, slot_ids_S, window)
+        else:
+            behind_BTS = self.positions_BT[..., None] - slot_ids_S
+            hidden_BTS = behind_BTS < 0
+            if window is not None:
+                hidden_BTS |= behind_BTS >= window
         mask_BTS = torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device)
         return mask_BTS.masked_fill_(hidden_BTS, float("-inf"))[:, None].repeat(1, 1, repeats, 1)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from selfspec.cache.contiguous import Pass
+    from selfspec.cache.tree_block import TreeBlock
 
 
 class Cache(Protocol):
@@ -38,7 +39,17 @@ class Cache(Protocol):
     def visible(self, layer: int, rows: slice, extent: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots `[0, extent)` as `[B, G, extent, D]`."""
 
-    def open(self, positions_BT: Tensor, extent: int, rows: slice = slice(None), layer_offset: int = 0) -> Pass:
+    def slots_of(self, positions_BT: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Where the keys and values of these positions lie in a layer; a slot that does not count for −1."""
+
+    def open(
+        self,
+        positions_BT: Tensor,
+        extent: int,
+        rows: slice = slice(None),
+        layer_offset: int = 0,
+        tree: TreeBlock | None = None,
+    ) -> Pass:
         """One forward pass over `positions_BT` (int64, −1 = padding) of `rows`, reading slots `[0, extent)`."""
 
     def fits(self, token_ids: Sequence[int], num_tokens: int) -> bool:

@@ -27,6 +27,7 @@ from selfspec.cache.blocks import TRASH, BlockPool
 from selfspec.cache.contiguous import KVCache, Pass
 from selfspec.cache.interface import Cache
 from selfspec.cache.storage import EXTENT_STEP, LayerShape, Paged, Storage, slots_for
+from selfspec.cache.tree_block import TreeBlock
 
 
 class PagedKVCache:
@@ -80,14 +81,25 @@ class PagedKVCache:
         keys, values = by_row.chunk(2, dim=1)
         return keys, values
 
-    def open(self, positions_BT: Tensor, extent: int, rows: slice = slice(None), layer_offset: int = 0) -> Pass:
-        """As `KVCache.open`. What a row shares is not written by it: those positions go where padding goes."""
-        extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.num_slots)
+    def slots_of(self, positions_BT: Tensor, rows: slice = slice(None)) -> Tensor:
+        """As `KVCache.slots_of`. What a row shares is not written by it: those positions go where padding goes."""
         index_BT = positions_BT.clamp(min=0)
         blocks_BT = self.table_BN[rows].gather(1, index_BT // self.block_size)
         slots_BT = blocks_BT * self.block_size + index_BT % self.block_size
-        slots_BT = torch.where(positions_BT >= self.writable_from_B[rows, None], slots_BT, TRASH)
-        return Pass(self, index_BT, slots_BT.reshape(-1), extent, rows, layer_offset)
+        return torch.where(positions_BT >= self.writable_from_B[rows, None], slots_BT, TRASH)
+
+    def open(
+        self,
+        positions_BT: Tensor,
+        extent: int,
+        rows: slice = slice(None),
+        layer_offset: int = 0,
+        tree: TreeBlock | None = None,
+    ) -> Pass:
+        """As `KVCache.open`."""
+        extent = min(-(-extent // EXTENT_STEP) * EXTENT_STEP, self.num_slots)
+        slots_BT = self.slots_of(positions_BT if tree is None else tree.slots_BT, rows)
+        return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset, tree)
 
     def fits(self, token_ids: Sequence[int], num_tokens: int) -> bool:
         return self.blocks.fits(token_ids, num_tokens)

@@ -29,11 +29,13 @@ from selfspec.decoding.requests import (
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
+from selfspec.decoding.tree_drafting import GrowsTrees
 from selfspec.drafters import Drafter, NoDraft
 from selfspec.drafters.base import Foretold, Limited
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Rule, Sampling, build_rule, build_transforms
+from selfspec.sampling.acceptance.tree_rules import build_tree_rule
 from selfspec.target import Target
 
 
@@ -111,7 +113,8 @@ class Decoder:
         guard = GuardedProcessors(transforms.processors) if transforms.processors else None
         if guard is not None:
             transforms = build_transforms(sampling, [guard], target.vocab_size)
-        sampler = Sampler(transforms, rule, seed, guard)
+        tree_rule = build_tree_rule(rule.name, sampling) if drafts_trees(policy) else None
+        sampler = Sampler(transforms, rule, seed, guard, tree_rule)
         stop = StopStrings(stop_strings or (), target.tokenizer)
         eos = () if ignore_eos else _eos_ids(target, eos_token_ids)
         requests = []
@@ -274,6 +277,11 @@ def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Looka
         raise UserError(
             f"The drafter {drafter.name!r} drafts at most {drafter.max_drafted} tokens; lookahead={policy.max_drafted}."
         )
+    if drafts_trees(policy) and not isinstance(drafter, GrowsTrees):
+        raise UserError(
+            f"The drafter {drafter.name!r} drafts one continuation, not a tree. Use a lookahead without a tree, or a "
+            "drafter that grows one: early_exit, exit_adapter, eagle3, mtp, medusa, independent."
+        )
     if exit_layers := getattr(policy, "exit_layers", None):
         check_exit = getattr(drafter, "check_exit", None)
         if check_exit is None:
@@ -298,7 +306,11 @@ def check_reach(drafter: Drafter, lengths: Sequence[int]) -> None:
 
 def round_width(drafter: Drafter, policy: Lookahead) -> int:
     """Tokens that a round writes: the pending one and the drafts."""
-    return (0 if drafter.max_drafted == 0 else policy.max_drafted) + 1
+    return 1 if drafter.max_drafted == 0 else max(policy.max_drafted + 1, getattr(policy, "max_width", 0))
+
+
+def drafts_trees(policy: Lookahead) -> bool:
+    return getattr(policy, "max_width", 0) > 0
 
 
 def _eos_ids(target: Target, given: int | Sequence[int] | None) -> tuple[int, ...]:

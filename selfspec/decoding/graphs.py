@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding.capture import CudaRecorder, NotCapturable, Read, Recorder, Recording
-from selfspec.decoding.drafting import Drafting
-from selfspec.decoding.round import decode_round, settle, verify
+from selfspec.decoding.round import begin_draft, decode_round, propose, settle, verify
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopwatch import Stopwatch
@@ -61,7 +60,7 @@ class EagerRounds:
 
     def __call__(self, plan: Plan, stopwatch: Stopwatch) -> Read:
         on_host = self.rows.device.type == "cpu"  # elsewhere looking at the draft would stall the device
-        drafting = Drafting(self.rows, plan, self.sampler, self.stopping, may_look=on_host)
+        drafting = begin_draft(self.rows, plan, self.sampler, self.stopping, may_look=on_host)
         return decode_round(self.rows.target, self.drafter, self.rows, drafting, self.sampler, stopwatch).tolist
 
 
@@ -114,8 +113,8 @@ class GraphedRounds:
 
     def __call__(self, plan: Plan, stopwatch: Stopwatch) -> Read:
         rows = self.rows
-        extent = bucket(rows.extent(0, plan.num_drafted + 1) + sum(self._unread), rows.cache.num_slots)
-        self._unread.append(plan.num_drafted + 1)
+        extent = bucket(rows.extent(0, plan.width) + sum(self._unread), rows.cache.num_slots)
+        self._unread.append(plan.width)
         if self._capturable and (plan, extent) not in self._captured:
             with stopwatch.paused():
                 self._capture(plan, extent)
@@ -136,8 +135,8 @@ class GraphedRounds:
         untimed = Stopwatch(rows.device, wait=False)
 
         def first_half() -> None:
-            drafting = Drafting(rows, plan, self.sampler, self.stopping)
-            draft[:] = [self.drafter.propose(rows, drafting)]
+            drafting = begin_draft(rows, plan, self.sampler, self.stopping)
+            draft[:] = [propose(self.drafter, rows, drafting)]
 
         def second_half() -> None:
             logits_BTV, features_BTF = verify(rows.target, rows, draft[0], feature_layers_of(self.drafter))
@@ -166,7 +165,7 @@ class GraphedRounds:
         """The same round without a graph; the host's lengths may be a round old, so the extent is given here too."""
         rows = self.rows
         with rows.reading(extent):
-            drafting = Drafting(rows, plan, self.sampler, self.stopping)
+            drafting = begin_draft(rows, plan, self.sampler, self.stopping)
             untimed = Stopwatch(rows.device, wait=False)
             return decode_round(rows.target, self.drafter, rows, drafting, self.sampler, untimed)
 

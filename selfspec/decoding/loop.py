@@ -95,7 +95,7 @@ def run_requests(
             continue
         stopwatch.start()
         plan = Plan(0) if drafter.max_drafted == 0 else lookahead.choose()
-        rows.reserve(plan.num_drafted + 1, rounds.lag)
+        rows.reserve(plan.width, rounds.lag)
         in_flight.append((rounds(plan.after(num_undrafted), stopwatch), plan, decoding))
         num_undrafted = 0 if plan.num_drafted else num_undrafted + 1
         if len(in_flight) <= rounds.lag:

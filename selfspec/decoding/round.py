@@ -12,26 +12,48 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from selfspec.decoding.drafting import Drafting
+from selfspec.decoding.tree_drafting import GrowsTrees, TreeDrafting
+from selfspec.decoding.tree_round import as_chain, open_tree
 from selfspec.drafters.base import ReadsFeatures, feature_layers_of
 
 if TYPE_CHECKING:
-    from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.sampler import Sampler
     from selfspec.decoding.stopwatch import Stopwatch
     from selfspec.drafters.base import Draft, Drafter
+    from selfspec.lookahead import Plan, Stopping
     from selfspec.target import Target
 
 
 def decode_round(
-    target: Target, drafter: Drafter, rows: Rows, drafting: Drafting, sampler: Sampler, stopwatch: Stopwatch
+    target: Target,
+    drafter: Drafter,
+    rows: Rows,
+    drafting: Drafting | TreeDrafting,
+    sampler: Sampler,
+    stopwatch: Stopwatch,
 ) -> Tensor:
     """One round for all rows; returns `Rows.commit`'s report (on the device). Marks the end of each phase."""
-    draft = drafter.propose(rows, drafting)  # K tokens, q or None, hidden states worth keeping
+    draft = propose(drafter, rows, drafting)  # K tokens, q or None, hidden states worth keeping
     stopwatch.mark("draft")
     logits_BTV, features_BTF = verify(target, rows, draft, feature_layers_of(drafter))  # one pass over K+1 positions
     stopwatch.mark("verify")
     return settle(drafter, rows, draft, logits_BTV, features_BTF, sampler, stopwatch)
+
+
+def begin_draft(
+    rows: Rows, plan: Plan, sampler: Sampler, stopping: Stopping | None = None, may_look: bool = False
+) -> Drafting | TreeDrafting:
+    """The draft phase of a plan: a chain, or a tree."""
+    return TreeDrafting(rows, plan, sampler) if plan.tree else Drafting(rows, plan, sampler, stopping, may_look)
+
+
+def propose(drafter: Drafter, rows: Rows, drafting: Drafting | TreeDrafting) -> Draft:
+    if isinstance(drafting, Drafting):
+        return drafter.propose(rows, drafting)
+    assert isinstance(drafter, GrowsTrees), "a policy of trees is refused for other drafters"
+    return drafter.propose_tree(rows, drafting)
 
 
 def verify(
@@ -44,7 +66,7 @@ def verify(
     """
     width = draft.tokens_BK.shape[1] + 1
     hidden_BTM = draft.hidden_BTM if draft.hidden_BTM is not None else target.embed(rows.window(0, width))
-    pass_ = rows.open(0, width)
+    pass_ = rows.open(0, width) if draft.shape is None else open_tree(rows, draft.shape)
     hidden_BTM, features_BTF = target.run_tapped(
         hidden_BTM, draft.first_layer, target.num_layers, pass_, feature_layers
     )
@@ -61,14 +83,17 @@ def settle(
     stopwatch: Stopwatch,
 ) -> Tensor:
     """Accept and commit: the only way from a draft into the output. Then the drafter sees what the target has seen."""
-    logits_BTV = sampler.transform(rows, logits_BTV)
-    verdict = sampler.accept(rows, draft, logits_BTV)  # pure, on device
+    if draft.tree is None:
+        logits_BTV = sampler.transform(rows, logits_BTV)
+        verdict = sampler.accept(rows, draft, logits_BTV)  # pure, on device
+        alpha_B2 = sampler.alpha(draft, logits_BTV, verdict)
+    else:
+        draft, verdict, alpha_B2, features_BTF = as_chain(rows, draft, logits_BTV, features_BTF, sampler)
     seen = rows.seen(draft, verdict) if features_BTF is not None else None
-    report = rows.commit(draft, verdict, sampler.alpha(draft, logits_BTV, verdict))  # lengths move; nothing is copied
+    report = rows.commit(draft, verdict, alpha_B2)  # lengths move; nothing is copied
     if seen is not None and isinstance(drafter, ReadsFeatures):
         stopwatch.mark("other")
-        next_ids_BT = rows.following(seen.positions_BT)  # the correction or bonus token is among them now
-        drafter.refresh(rows, replace(seen, next_ids_BT=next_ids_BT, features_BTF=features_BTF))
+        drafter.refresh(rows, replace(rows.named(seen), features_BTF=features_BTF))
         stopwatch.mark("draft")
     return report
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,18 +206,21 @@ class Rows:
         """The token ids at `positions(first, width)`, committed or tentative."""
         return self.tokens_BS.gather(1, (self.lengths_B[:, None] + first + self._steps_S[:width]).clamp(min=0))
 
-    def following(self, positions_BT: Tensor) -> Tensor:
-        """The token ids behind each position, committed or tentative; anything where the position is −1."""
-        return self.tokens_BS.gather(1, (positions_BT + 1).clamp(max=self.tokens_BS.shape[1] - 1))
-
     def seen(self, draft: Draft, verdict: Verdict) -> Seen:
         """What a round has verified, to be asked before it is committed."""
         width = draft.tokens_BK.shape[1] + 1
         positions_BT, token_ids_BT = self.positions(0, width), self.window(0, width)
-        # what follows is only known once it is committed
+        # which tokens they are, and what follows, is known once it is committed: `named`
         return Seen(
             slice(None), positions_BT, token_ids_BT, token_ids_BT, verdict.num_accepted_B, self.extent(0, width)
         )
+
+    def named(self, seen: Seen) -> Seen:
+        """After the commit: which tokens stand at these positions, and what follows each."""
+        last = self.tokens_BS.shape[1] - 1
+        token_ids_BT = self.tokens_BS.gather(1, seen.positions_BT.clamp(min=0))
+        next_ids_BT = self.tokens_BS.gather(1, (seen.positions_BT + 1).clamp(max=last))
+        return replace(seen, token_ids_BT=token_ids_BT, next_ids_BT=next_ids_BT)
 
     def prompt_passes(self, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Seen]]:
         """Tokens [start, end) of one row in chunks of `width`: a pass over the shared cache, and what it runs.

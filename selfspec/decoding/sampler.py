@@ -14,8 +14,12 @@ from torch import Tensor
 
 from selfspec.decoding.processors import GuardedProcessors
 from selfspec.decoding.rows import Rows
+from selfspec.decoding.tree_drafting import tables_of
 from selfspec.drafters.base import Draft
+from selfspec.lookahead.tree_shape import TreeShape
 from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict
+from selfspec.sampling.acceptance.tree import Tree, TreeVerdict
+from selfspec.sampling.acceptance.tree_rules import TreeRule
 
 
 class LogitsTransform(Protocol):
@@ -43,6 +47,7 @@ class Sampler:
     rule: Rule
     seed: int | Tensor = 0
     guard: GuardedProcessors | None = None  # the caller's processors among the transforms
+    tree_rule: TreeRule | None = None  # where the lookahead drafts trees
 
     def draw(self, rows: Rows, step: int, logits_BV: Tensor) -> Drawn:
         """A drafter's own logits for drafted token `step` -> the token, also written into the rows."""
@@ -50,6 +55,32 @@ class Sampler:
         token_B, q_BV = self.rule.draw(transformed_BV, self._noise(rows, step))
         rows.propose(step, token_B[:, None])
         return Drawn(token_B, q_BV, transformed_BV)
+
+    def draw_children(
+        self, rows: Rows, transformed_BV: Tensor, num_children: int, node: int, level: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The children of one node of a draft tree: `TreeRule.draw_children`."""
+        assert self.tree_rule is not None
+        return self.tree_rule.draw_children(transformed_BV, num_children, self._noise(rows, node), level)
+
+    def transform_tree(self, rows: Rows, shape: TreeShape, logits_BNV: Tensor) -> Tensor:
+        """The target's raw logits at every node of a tree -> the logits of p."""
+        if self.guard is not None:
+            self.guard.forget()
+        return self.transforms(logits_BNV, self.tree_prefix(rows, shape, slice(0, shape.num_nodes)))
+
+    def accept_tree(self, rows: Rows, tree: Tree, logits_BNV: Tensor) -> TreeVerdict:
+        assert self.tree_rule is not None
+        return self.tree_rule.accept(tree, logits_BNV, self._noise(rows, 0))
+
+    def tree_prefix(self, rows: Rows, shape: TreeShape, nodes: slice) -> Prefix | None:
+        """A node is conditioned on the row's tokens, its ancestors and itself."""
+        if not self.transforms.stateful:
+            return None
+        seen_TN = tables_of(shape, rows.device).seen_NN[nodes, 1:]  # the root is the row's last token
+        ends_B1 = torch.where(rows.active_B, rows.lengths_B + 1, 0)[:, None]
+        ancestors_BTN = seen_TN.expand(rows.num_rows, -1, -1)
+        return Prefix(rows.tokens_BS, ends_B1.expand(-1, len(seen_TN)), rows.prompt_lens_B, ancestors_BTN=ancestors_BTN)
 
     def transform(self, rows: Rows, logits_BTV: Tensor) -> Tensor:
         """The target's raw logits at the pending and the drafted tokens -> the logits of p."""

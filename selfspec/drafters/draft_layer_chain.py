@@ -28,6 +28,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
+    from selfspec.decoding.tree_drafting import TreeDrafting
 
 
 @dataclass
@@ -87,6 +88,20 @@ class ChainDrafter:
                 hidden_B1M = self._step(hidden_B1M, rows.window(step, 1), pass_)
             drafting.draw(self.parts.logits(hidden_B1M)[:, 0])
         return drafting.draft()
+
+    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+        """As a chain, with all nodes of a level at once, each on its parent's output."""
+        state, extent = state_of(rows), rows.extent(0, growing.plan.width)
+        hidden_BnM = state.output_BM[:, None]
+        for level in growing:
+            if level > 0:
+                nodes = growing.nodes
+                positions_BT, block = growing.block(nodes, behind=1)
+                pass_ = state.cache.open(positions_BT, extent, tree=block)
+                next_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
+                hidden_BnM = self._step(hidden_BnM.index_select(1, growing.parents), next_ids_BT, pass_)
+            growing.grow(self.parts.logits(hidden_BnM))
+        return growing.draft()
 
     def _step(self, hidden_BTM: Tensor, next_ids_BT: Tensor, pass_: Pass) -> Tensor:
         """The layer at the positions of `pass_`; hidden: joined features, or its own output one position before."""

@@ -25,6 +25,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
+    from selfspec.decoding.tree_drafting import TreeDrafting
 
 
 @dataclass
@@ -88,6 +89,26 @@ class EarlyExit:
             drafting.draw(head(hidden[-1])[:, 0])
             hidden.append(shallow(step + 1))  # the last drafted token is run, though nothing is drafted from it
         return drafting.draft(torch.cat(hidden, 1), first_layer=exit_layer)
+
+    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+        """Every node goes through layers [0, E), the leaves too: they are verified from there."""
+        exit_layer = self.exit_layer if growing.plan.exit_layer is None else growing.plan.exit_layer
+        head = self._reduced_head or self.target.head
+        extent = rows.extent(0, growing.plan.width)
+
+        def shallow(nodes: slice) -> Tensor:
+            positions_BT, block = growing.block(nodes)
+            token_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
+            pass_ = rows.cache.open(positions_BT, extent, tree=block)
+            return self.target.run_layers(self.target.embed(token_ids_BT), 0, exit_layer, pass_)
+
+        hidden = [shallow(slice(0, 1))]
+        for level in growing:
+            num_inner = growing.nodes.stop - growing.nodes.start
+            growing.grow(head(hidden[-1][:, :num_inner]))
+            first, _, end = growing.shape.levels[level + 1]
+            hidden.append(shallow(slice(first, end)))
+        return growing.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 
 
 def build(target: Target, options: Options) -> EarlyExit:

@@ -27,6 +27,7 @@ from selfspec.target.fused import RMSNorm
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
+    from selfspec.decoding.tree_drafting import TreeDrafting
 
 
 @dataclass
@@ -82,6 +83,27 @@ class ExitAdapter:
             hidden_B1M, adapted_B1M = shallow(step + 1)
             hidden.append(hidden_B1M)
         return drafting.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
+
+    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+        """Every node goes through layers [0, E) and the trained layer, the leaves too."""
+        cache, target, extent = _cache_of(rows), self.target, rows.extent(0, growing.plan.width)
+
+        def shallow(nodes: slice) -> tuple[Tensor, Tensor]:
+            positions_BT, block = growing.block(nodes)
+            token_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
+            pass_ = rows.cache.open(positions_BT, extent, tree=block)
+            hidden_BnM = target.run_layers(target.embed(token_ids_BT), 0, self.exit_layer, pass_)
+            return hidden_BnM, self._layer(hidden_BnM, cache.open(positions_BT, extent, tree=block))
+
+        hidden_BnM, adapted_BnM = shallow(slice(0, 1))
+        hidden = [hidden_BnM]
+        for level in growing:
+            num_inner = growing.nodes.stop - growing.nodes.start
+            growing.grow(self._unembed(self._norm(adapted_BnM[:, :num_inner])))
+            first, _, end = growing.shape.levels[level + 1]
+            hidden_BnM, adapted_BnM = shallow(slice(first, end))
+            hidden.append(hidden_BnM)
+        return growing.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
 
 
 def _cache_of(rows: Rows) -> KVCache:

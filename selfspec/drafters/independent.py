@@ -25,6 +25,7 @@ from selfspec.target import Target, load_target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
+    from selfspec.decoding.tree_drafting import TreeDrafting
 
 
 @dataclass
@@ -78,6 +79,22 @@ class Independent:
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
             drafting.draw(self.model.head(hidden_BTM[:, -1:])[:, 0])
         return drafting.draft()
+
+    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+        cache, extent, behind = _cache_of(rows), rows.extent(0, growing.plan.width), growing.plan.behind
+        for level in growing:
+            nodes = growing.nodes
+            if level == 0:
+                first, width = -1 - behind, 2 + behind
+                pass_ = cache.open(rows.positions(first, width), rows.extent(first, width))
+            else:
+                first, width = nodes.start, nodes.stop - nodes.start
+                positions_BT, block = growing.block(nodes)
+                pass_ = cache.open(positions_BT, extent, tree=block)
+            hidden_BTM = self.model.embed(rows.window(first, width))
+            hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
+            growing.grow(self.model.head(hidden_BTM[:, -1:] if level == 0 else hidden_BTM))
+        return growing.draft()
 
 
 def _cache_of(rows: Rows) -> KVCache:

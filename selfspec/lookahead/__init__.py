@@ -17,6 +17,7 @@ from selfspec.lookahead.expected_gain import ExpectedGain
 from selfspec.lookahead.fixed import Fixed
 from selfspec.lookahead.heuristic import Heuristic
 from selfspec.lookahead.plan import Plan, RoundOutcome, draft_probabilities
+from selfspec.lookahead.tree import Tree
 
 __all__ = [
     "POLICIES",
@@ -38,6 +39,7 @@ POLICIES: dict[str, type] = {
     "entropy": Entropy,
     "expected_gain": ExpectedGain,
     "bandit": Bandit,
+    "tree": Tree,
 }
 
 
