@@ -255,8 +255,8 @@ def refuse_side_by_side(config: CompareConfig) -> None:
     if kind in ("LocalLauncher", "RayLauncher") or (kind == "JoblibLauncher" and launcher.get("n_jobs") != 1):
         raise UserError(
             f"{kind} runs several jobs at once on this machine, and what they time would be each other. Leave "
-            "hydra/launcher out (one job after another), give every job a machine of its own (hydra/launcher=slurm), or "
-            "measure acceptance only: measure.timed=false, and tables say so."
+            "hydra/launcher out (one job after another), give every job a machine of its own (hydra/launcher=slurm), "
+            "or measure acceptance only: measure.timed=false, and tables say so."
         )
 
 

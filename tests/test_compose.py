@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from selfspec.config import CompareConfig, WatchConfig, conf_dir, conf_names, load_conf, resolve
 
 PRIMARIES = sorted(path.stem for path in conf_dir().glob("*.yaml"))
-FOLDERS = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+NO_GROUPS = {"sweep", "hydra"}  # files for `wandb sweep` and experiments/study.py; Hydra's own groups
+FOLDERS = {path.name for path in conf_dir().iterdir() if path.is_dir()} - NO_GROUPS
 
 
 def _groups_of(primary: str) -> set[str]:

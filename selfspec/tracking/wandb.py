@@ -250,6 +250,8 @@ def answers(base_url: str) -> bool:
 def rows_already_there(run_dir: Path) -> dict[str, int]:
     """How many rows an earlier start has logged, by prefix: a resumed run goes on behind them."""
     counts: dict[str, int] = {}
+    if (run_dir / "DONE").exists():
+        return counts  # finished, and now shown from the beginning
     for record in results_in(run_dir):
         for prefix, number in ((f"{record.method}/prompt/", 1), (f"{record.method}/round/", len(record.rounds))):
             counts[prefix] = counts.get(prefix, 0) + number
