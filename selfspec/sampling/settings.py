@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from selfspec.errors import UserError
 
+LEAST_TEMPERATURE = 1e-30  # a float32 logit of a hundred million divided by it is still finite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -34,6 +36,12 @@ class Sampling:
             "temperature",
             self.temperature,
             "0 (greedy) or a positive number",
+        )
+        _require(
+            self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+            "temperature",
+            self.temperature,
+            f"0 (greedy) or at least {LEAST_TEMPERATURE:g}: divided by less, logits overflow. Use 0",
         )
         _require(
             _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]; 1 turns it off"

@@ -180,11 +180,23 @@ def test_a_draft_that_the_target_forbids_leads_nowhere_and_is_no_error(name, rul
     assert bool(asked_beyond) == (name == "ngram")
 
 
+@pytest.mark.parametrize("rule", ["rejection", "coupled", "block", "typical"])
+def test_the_smallest_temperature_there_may_be_is_as_good_as_greedy(rule):
+    options = dict(max_new_tokens=9, lookahead=3, ignore_eos=True)
+    cold = dict(sampling=Sampling(temperature=1e-30, top_p=0.9), acceptance=rule)
+    greedy = decode(target(), None, PROMPTS, **options)
+    for name in DRAFTERS:
+        outputs = decode(target(), drafter(name), PROMPTS, **options, **cold)
+        if rule != "typical":  # lossy
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in greedy]
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
         (dict(temperature=-0.1), r"temperature=-0.1.*positive"),
         (dict(temperature=math.nan), "temperature=nan"),
+        (dict(temperature=1e-38), r"temperature=1e-38.*0 \(greedy\) or at least 1e-30.*Use 0"),
         (dict(temperature=math.inf), "temperature=inf"),
         (dict(temperature="hot"), "temperature='hot'"),
         (dict(top_p=0.0), r"top_p=0.0.*\(0, 1\]"),
