@@ -151,9 +151,9 @@ class Batches:
                 begin = end
         features = None
         if self.features is not None:
-            features = torch.zeros(*shape, self.features[0].shape[1], dtype=self.features[0].dtype)
-            for row, members in enumerate(rows):
-                run = torch.cat([self.features[member] for member in members])  # samples lie side by side
+            runs = [torch.cat([self.features[member] for member in members]) for members in rows]  # side by side
+            features = torch.zeros(*shape, runs[0].shape[1], dtype=runs[0].dtype)
+            for row, run in enumerate(runs):
                 features[row, : len(run)] = run
         flat_N = np.concatenate(flat)
         padding = -len(flat_N) % PAD_TO

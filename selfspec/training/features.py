@@ -9,6 +9,7 @@ target once for all of them, and for the distributions that every draft is train
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,37 @@ from selfspec.training.data import Dataset, Sample, check_made_by, read_shard, w
 from selfspec.training.teacher import is_of, observed, teacher_folder, write_teachers
 
 
+class Features(Sequence[Tensor]):
+    """Per sample `[tokens, len(layers) * M]` bfloat16, read from its shard whenever it is asked for: gigabytes stay on
+    the disk and in its cache, which all who train on them share.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[list[Any]] = []  # by shard, by layer
+        self._places: list[tuple[int, int, int]] = []  # by sample: shard, first and last token
+
+    def add_shard(self, paths: Sequence[Path], lengths: Sequence[int]) -> list[int]:
+        """The numbers of its samples."""
+        first = len(self._places)
+        edges = [0, *accumulate(lengths)]
+        self._places += [(len(self._files), begin, end) for begin, end in pairwise(edges)]
+        self._files.append([safe_open(path, framework="pt") for path in paths])
+        return list(range(first, len(self._places)))
+
+    def of(self, numbers: Sequence[int]) -> Features:
+        """These samples only, in this order."""
+        chosen = Features()
+        chosen._files, chosen._places = self._files, [self._places[number] for number in numbers]
+        return chosen
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, number: Any) -> Any:
+        shard, begin, end = self._places[number]
+        return torch.cat([file.get_slice("features")[begin:end] for file in self._files[shard]], dim=-1)
+
+
 def features_for(
     target: Target,
     folder: str | Path,
@@ -29,20 +61,16 @@ def features_for(
     identity: dict[str, Any],
     layers: Sequence[int],
     progress: Callable[[str], None] = print,
-) -> dict[int, Tensor]:
-    """Sample index -> `[tokens, len(layers) * M]` bfloat16 for every sample, computing what is not kept yet."""
+) -> Callable[[Sequence[Sample]], Features]:
+    """Gives the hidden states of any samples of the dataset, computing what is not kept yet."""
     observe_data(target, folder, dataset, identity, layers, num_kept=0, progress=progress)
-    found: dict[int, Tensor] = {}
+    features, number_of = Features(), {}
     for shard in dataset.manifest["shards"]:
         samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
-        lengths = [len(sample.token_ids) for sample in samples]
-        by_layer = []
-        for layer in layers:
-            with safe_open(_kept(folder, identity, layer) / shard["file"], framework="pt") as file:
-                by_layer.append(file.get_tensor("features"))
-        together = torch.cat(by_layer, dim=-1).split(lengths)
-        found.update({sample.index: part for sample, part in zip(samples, together, strict=True)})
-    return found
+        paths = [_kept(folder, identity, layer) / shard["file"] for layer in layers]
+        numbers = features.add_shard(paths, [len(sample.token_ids) for sample in samples])
+        number_of.update({sample.index: number for sample, number in zip(samples, numbers, strict=True)})
+    return lambda chosen: features.of([number_of[sample.index] for sample in chosen])
 
 
 def observe_data(

@@ -79,7 +79,7 @@ def train_draft(
             row_tokens=config.row_tokens,
             seed=config.seed,
             device=target.device,
-            features=None if features is None else [features[sample.index] for sample in samples],
+            features=None if features is None else features(samples),
         )
 
     train_batches = batches_of(dataset.train)

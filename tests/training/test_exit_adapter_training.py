@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batches
-from selfspec.training.data import Sample
+from selfspec.training.data import Sample, load_dataset
 from selfspec.training.draft_vocab import count_draft_vocab
-from selfspec.training.features import hidden_states
+from selfspec.training.features import features_for, hidden_states
 from selfspec.training.job import train_draft
 from selfspec.training.teacher import distributions
 from selfspec.training.trainee import build_trainee
@@ -44,6 +44,17 @@ def test_features_are_the_states_that_enter_the_layers(chat_target: Target):
         torch.testing.assert_close(features[:, :32].float(), states.hidden_states[1][0], rtol=1e-2, atol=5e-2)
         ours = chat_target.hf_model.model.norm(features[:, 32:].float())
         torch.testing.assert_close(ours, states.last_hidden_state[0], rtol=2e-2, atol=5e-2)
+
+
+def test_kept_features_are_those_of_their_samples(chat_target: Target, data_folder: Callable[..., Path], identity):
+    data = data_folder()
+    dataset = load_dataset(data)
+    chosen = [*dataset.held_out, *dataset.train[::-1]]  # of both shards, in another order
+    features = features_for(chat_target, data, dataset, identity, [2, 0], lambda _: None)(chosen)
+    assert len(features) == len(chosen) == 16
+    for sample, kept in zip(chosen, features, strict=True):
+        alone = hidden_states(chat_target, [sample], [2, 0])[0]
+        torch.testing.assert_close(kept, alone, rtol=2e-2, atol=1e-2)
 
 
 def test_an_untrained_adapter_at_the_last_layer_is_the_target(chat_target: Target):
