@@ -35,6 +35,7 @@ DRAFTERS = {
     "ngram": build_drafter("ngram", TARGET),
     "medusa": Medusa(TARGET, *random_heads("medusa", TARGET, d_vocab=40)),
     "hydra": Hydra(TARGET, *random_heads("hydra", TARGET)),
+    "hydra, prefix": Hydra(TARGET, *random_heads("hydra", TARGET, prefix=True)),
     "eagle3": random_drafter("eagle3", TARGET, d_vocab=40, feature_layers=(1, 2, 4)),
     "exit_adapter": random_drafter("exit_adapter", TARGET, exit_layer=2),
     "mtp": random_drafter("mtp", TARGET, d_vocab=40),
