@@ -5,9 +5,11 @@ they must draft, computed from scratch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from selfspec import load_drafter
 from selfspec.drafters import Drafter
 from selfspec.target import Target
+from selfspec.target import packed as packing
 from selfspec.training.draft_vocab import write_draft_vocab
 from selfspec.training.trainee import Trainee, build_trainee
 from selfspec.training.unrolled import Unrollable
@@ -47,10 +50,14 @@ def random_draft(kind: str, target: Target, folder: Path, **options: Any) -> Pat
     return folder
 
 
-def random_drafter(kind: str, target: Target, **options: Any) -> Drafter:
-    """A random draft on `target`'s device, written and read."""
-    with TemporaryDirectory() as folder:
+def random_drafter(kind: str, target: Target, packed: bool = True, **options: Any) -> Drafter:
+    """A random draft on `target`'s device, written and read. packed: as the CPU would have it, or plainly as a GPU."""
+    with TemporaryDirectory() as folder, nullcontext() if packed else patch.object(packing, "_check", refuse):
         return load_drafter(random_draft(kind, target, Path(folder), **options), target)
+
+
+def refuse(*_: object) -> None:
+    raise RuntimeError("plain weights are wanted")
 
 
 def features_of(target: Target, token_ids: list[int], layers: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from layer_drafts import random_drafter
 
 from selfspec import Sampling, build_drafter, wrap_target
 from selfspec.cache import Paged
@@ -43,6 +44,9 @@ def drafters_for(target):
         "ngram": build_drafter("ngram", target),
         "synthetic": build_drafter("synthetic", target, accept_rate=0.7),
         "synthetic, with layers": build_drafter("synthetic", target, accept_rate=0.7, cost_layers=2),
+        "eagle3": random_drafter("eagle3", target, packed=False, d_vocab=40, feature_layers=(1, 2, 4)),
+        "exit_adapter": random_drafter("exit_adapter", target, packed=False, exit_layer=2),
+        "mtp": random_drafter("mtp", target, packed=False),
     }
 
 
@@ -53,6 +57,7 @@ PAIRS = [
     for rule in RULES
     if rule in NEEDS_KNOWN_OUTPUT or not drafter.startswith("synthetic")
 ]
+PAIRS += [(drafter, rule) for drafter in ("eagle3", "exit_adapter", "mtp") for rule in ("greedy", "rejection")]
 RAGGED = [prompt_ids(length, seed=length) for length in (9, 1, 70, 2, 30, 9)]  # more than rows: they are refilled
 
 
