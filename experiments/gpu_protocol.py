@@ -208,8 +208,10 @@ def attention_table(section: dict[str, Any]) -> list[str]:
             f"{part[one]['us_per_layer']:.1f} ({part[one]['bytes_per_s'] / 1e9:.0f})" if one in part else ""
             for one in BACKENDS
         ]
-        rows.append([name, part["chosen"], *times])
-    return table(["model, queries over slots", "chosen", *(f"{name} µs (GB/s)" for name in BACKENDS)], rows)
+        off_by = max(part[one]["off_by"] for one in BACKENDS if one in part)
+        rows.append([name, part["chosen"], *times, f"{off_by:.1e}"])
+    head = ["model, queries over slots", "chosen", *(f"{name} µs (GB/s)" for name in BACKENDS), "off by, at most"]
+    return table(head, rows)
 
 
 # ---- the command line

@@ -110,16 +110,22 @@ class CudaRecorder:
                 with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                     part()
             except BaseException:
-                self._abandon_pool()
+                self._abandon(stream)
                 raise
         return graph
 
-    def _abandon_pool(self) -> None:
-        """A capture that the driver broke off stays open for torch's allocator, which then refuses the next one."""
+    def _abandon(self, stream: torch.cuda.Stream) -> None:
+        """A capture that the driver broke off stays open for torch's allocator, which then refuses the next one. Its
+        random generator refuses to draw, too, until a capture has ended as it should, if only an empty one.
+        """
+        broken, self._pool = self._pool, torch.cuda.graph_pool_handle()
         with suppress(RuntimeError, AttributeError):  # "not currently recording": it was closed properly
-            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            torch._C._cuda_releasePool(self.device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
+            torch._C._cuda_endAllocateToPool(self.device.index, broken)
+            torch._C._cuda_releasePool(self.device.index, broken)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that the graph is empty
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+                    pass
 
 
 class Inputs(TorchDispatchMode):

@@ -23,6 +23,7 @@ class FakeCuda:
     def __init__(self):
         self.current, self.log, self.pools, self.recording, self.mode = "caller", [], 0, set(), 0
         self.broken = False
+        self.draws = True  # whether the random generator can be used outside a capture
 
     def install(self, patch):
         for name in ("current_stream", "stream", "graph", "device", "graph_pool_handle", "CUDAGraph"):
@@ -59,9 +60,9 @@ class FakeCuda:
         finally:
             self.current = before
 
-    def graph(self, graph, pool, stream, capture_error_mode):
+    def graph(self, graph, pool=None, *, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
-        return FakeCapture(self, pool, stream)
+        return FakeCapture(self, pool or self.graph_pool_handle(), stream)
 
     def end_allocate(self, device, pool):
         if pool not in self.recording:
@@ -93,6 +94,7 @@ class FakeCapture:
         assert not self.cuda.recording, "captures_underway.empty() INTERNAL ASSERT FAILED"
         self.before, self.cuda.current = self.cuda.current, self.stream_.name
         self.cuda.recording.add(self.pool)
+        self.cuda.draws = False
         self.cuda.log.append("capture")
 
     def __exit__(self, *error):
@@ -100,6 +102,7 @@ class FakeCapture:
             self.cuda.broken = False
             raise RuntimeError(BROKEN_OFF)
         self.cuda.recording.remove(self.pool)
+        self.cuda.draws = True
         self.cuda.current = self.before
 
 
@@ -144,7 +147,7 @@ def test_an_error_in_any_run_leaves_stream_allocator_and_mode_as_they_were(cuda,
     with pytest.raises(KeyboardInterrupt):
         one.record([part])
     assert cuda.log[-1 if call < 3 else -2] == "caller waits for side", "nothing may still be running"
-    assert cuda.current == "caller" and cuda.mode == 0 and not cuda.recording
+    assert cuda.current == "caller" and cuda.mode == 0 and not cuda.recording and cuda.draws
     one.record([part])
 
 
@@ -159,7 +162,8 @@ def test_a_capture_that_cuda_breaks_off_leaves_stream_and_allocator_as_they_were
     with pytest.raises(NotCapturable, match="previous error during capture"):
         one.record([part])
     assert cuda.current == "caller" and not cuda.recording
-    assert cuda.log[-1] == "release pool" and cuda.pools == pool + 1
+    assert cuda.log[-2:] == ["release pool", "capture"] and one._pool != pool
+    assert cuda.draws, "a capture that ended well gives the random generator back"
     waits[0] = False
     one.record([part])
 
