@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = (
-    {"config", "records", "errors", "prompts", "prompts_hub", "provenance"},
+    {"config", "records", "errors", "prompts", "prompts_hub", "provenance", "sweep"},
     {"target", "cache", "sampling"},
     {"drafters", "lookahead"},
     {"decoding"},

@@ -104,8 +104,8 @@ def test_constraints_pin_everything_that_is_installed_for_it():
 def test_every_package_that_is_imported_is_declared():
     """Not one of them may come only because another package happens to need it."""
     distributions = {"hydra": "hydra-core", "yaml": "pyyaml"}
-    optional = PROJECT["optional-dependencies"]["train"]
-    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["dependencies"], *optional]}
+    extras = [text for name, texts in PROJECT["optional-dependencies"].items() if name != "dev" for text in texts]
+    declared = {canonicalize_name(Requirement(text).name) for text in [*PROJECT["dependencies"], *extras]}
     own = {"selfspec"} | set(sys.stdlib_module_names)
     files = [*(ROOT / "selfspec").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
     imported = {one.module.split(".")[0] for path in files for one in imports_of(path)} - own
