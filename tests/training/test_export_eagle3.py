@@ -83,6 +83,8 @@ def test_every_flag_of_the_nested_configuration_is_written(target: Target, tmp_p
     assert layer["attention_bias"] is layer["mlp_bias"] is False
     assert tensors["layers.0.self_attn.q_proj.weight"].shape == (4 * 16, 2 * target.width)
     assert not any(name.startswith("midlayer.") for name in tensors)
+    embedding = target.hf_model.get_input_embeddings().weight
+    assert torch.equal(tensors["embed_tokens.weight"], embedding.bfloat16())
 
 
 def test_the_flat_layout_counts_layers_as_each_of_its_readers_does(target: Target, tmp_path: Path):
@@ -93,6 +95,7 @@ def test_the_flat_layout_counts_layers_as_each_of_its_readers_does(target: Targe
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # entering
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # leaving
     assert "d2t" not in tensors and "t2d" not in tensors and config["draft_vocab_size"] == target.vocab_size
+    assert "embed_tokens.weight" not in tensors  # serving has the target's
     assert "midlayer.hidden_norm.weight" in tensors and not any(name.startswith("layers.") for name in tensors)
 
 

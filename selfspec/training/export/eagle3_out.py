@@ -7,6 +7,8 @@ Two layouts. `speculators`: a nested configuration and tensors named as ours; `m
   reads, counts the one *leaving* it, so ours minus one. vLLM sorts the ids: an unsorted list would permute features.
 - Draft vocabulary. `d2t` int64 holds offsets (target id = i + d2t[i]) and `t2d` bool marks what can be drafted, so
   draft ids ascend: the head's rows are put in that order. Without a reduced vocabulary both are left out.
+- Embedding. It is the target's, and servers share theirs. Only `speculators` gets a copy: its loader (0.9.0) takes the
+  target's where the draft's holds NaN, and one that the folder lacks holds whatever memory held before.
 - The residual is the features before their norm, `fc` reads them unnormalised, and the next step reads the layer's
   output before the last norm: norm_before_residual, norm_before_fc, fc_norm and norm_output are all false.
 """
@@ -66,7 +68,11 @@ def export_speculators(draft_path: str | Path, target: Target, verifier: str, ou
     }
     with new_folder(out) as folder:
         readme = _readme(draft, target, "speculators", verifier)
-        write_into(folder, config, _tensors(draft, target, "layers.0."), readme)
+        tensors = _tensors(draft, target, "layers.0.")
+        tensors["embed_tokens.weight"] = (
+            target.hf_model.get_input_embeddings().weight.detach().to("cpu", torch.bfloat16)
+        )
+        write_into(folder, config, tensors, readme)
 
 
 def export_midlayer(draft_path: str | Path, target: Target, verifier: str, out: str | Path) -> None:

@@ -38,8 +38,8 @@ class Folder:
     tensors: dict[str, Tensor]
 
 
-def read_folder(given: str | Path) -> Folder:
-    """UserError: no folder, no readable config.json, no safetensors (pickles are named), one tensor in two files."""
+def read_config(given: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The folder and its config.json. UserError where there is none."""
     path = Path(given).expanduser()
     if not path.is_dir():
         raise UserError(f"No checkpoint folder at {path}. Needed: a folder with config.json and safetensors weights.")
@@ -49,6 +49,12 @@ def read_folder(given: str | Path) -> Folder:
         raise UserError(f"Cannot read {path / 'config.json'}: {error}.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path / 'config.json'} holds a {type(config).__name__}, not an object.")
+    return path, config
+
+
+def read_folder(given: str | Path) -> Folder:
+    """UserError: no folder, no readable config.json, no safetensors (pickles are named), one tensor in two files."""
+    path, config = read_config(given)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)

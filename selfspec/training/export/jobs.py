@@ -17,6 +17,7 @@ from selfspec.training.export.eagle3_in import import_eagle3, is_eagle3
 from selfspec.training.export.eagle3_out import export_midlayer, export_speculators
 from selfspec.training.export.folders import new_folder, read_folder, write_into
 from selfspec.training.export.heads_in import import_hydra, import_medusa, is_hydra, is_medusa
+from selfspec.training.export.layerskip_out import export_transformers
 from selfspec.training.identity import target_identity
 
 EAGLE3_FORMATS = {"speculators": export_speculators, "midlayer": export_midlayer}
@@ -45,12 +46,16 @@ class ImportConfig:
 
 def export_draft(target: Target, draft: str, format: str, out: str, verifier: str | None = None) -> None:
     """`draft`, one of ours, in another project's format. UserError: what the exporter refuses, or an unknown format."""
-    if format in EAGLE3_FORMATS:
-        if verifier is None:
-            raise UserError(f"format={format} names the model it drafts for: give verifier=owner/name, its hub id.")
-        EAGLE3_FORMATS[format](draft, target, verifier, out)
+    if format == "transformers":
+        if verifier is not None:
+            raise UserError("format=transformers makes a whole model, which drafts for itself: leave verifier out.")
+        export_transformers(draft, target, out)
         return
-    raise UserError(f"format={format!r} is unknown. {allowed(format, EAGLE3_FORMATS)}")
+    if format not in EAGLE3_FORMATS:
+        raise UserError(f"format={format!r} is unknown. {allowed(format, ['transformers', *EAGLE3_FORMATS])}")
+    if verifier is None:
+        raise UserError(f"format={format} names the model it drafts for: give verifier=owner/name, its hub id.")
+    EAGLE3_FORMATS[format](draft, target, verifier, out)
 
 
 def import_draft(target: Target, draft: str, out: str, feature_layers: list[int] | None = None) -> dict[str, Any]:
