@@ -502,13 +502,17 @@ def test_flatten_joins_names_and_drops_nothing_but_none():
     assert flatten({"a": {"b": [1, {"c": 2}], "d": None}, "e": "x"}) == {"a/b/0": 1, "a/b/1/c": 2, "e": "x"}
 
 
-def test_a_measured_run_is_mirrored_round_by_round(tmp_path: Path):
+def test_a_measured_run_is_mirrored_round_by_round_with_its_files(tmp_path: Path):
     """The main job with `tracking=wandb_offline`: what W&B shows is what the run directory holds."""
-    root = Path(__file__).parent.parent.parent
-    overrides = ["experiment=smoke_tiny", "tracking=wandb_offline", "measure.max_prompts=2", f"output_dir={tmp_path}"]
-    command = [sys.executable, str(root / "experiments" / "compare.py"), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    code = "from hydra import compose, initialize_config_dir\nfrom selfspec.config import conf_dir\n"
+    code += "from selfspec.run import run_compare\nimport wandb\n"
+    code += (
+        "overrides = ['experiment=smoke_tiny', 'tracking=wandb_offline', 'measure.max_prompts=2', 'measure.trace=0']\n"
+    )
+    code += "with initialize_config_dir(str(conf_dir()), version_base='1.3'):\n"
+    code += "    composed = compose('compare', [*overrides, 'measure.trace=0', 'max_new_tokens=4', f'output_dir={folder}'])\n"
+    code += "run_compare(composed)\nwandb.teardown()\n"
+    in_a_process_of_its_own(code, tmp_path, OMP_NUM_THREADS="1")
     (run_dir,) = tmp_path.glob("smoke/tiny-*")
     mirrored = read_offline_run(run_dir)
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -523,3 +527,9 @@ def test_a_measured_run_is_mirrored_round_by_round(tmp_path: Path):
     for name in summary["methods"]:
         assert len(mirrored.rows(f"{name}/prompt/")) == 2
         assert any(key.startswith(f"methods/{name}/") for key in mirrored.summary)
+    artifacts = {name: files for name, files in mirrored.artifacts.items() if not name.startswith("run_table/")}
+    assert set(artifacts) == {f"records/records-{run_dir.name}", f"figures/figures-{run_dir.name}"}
+    assert {"prompts.jsonl", "rounds.jsonl", "DONE"} <= artifacts[f"records/records-{run_dir.name}"]
+    assert {"speedup.pdf", "speedup.png"} <= artifacts[f"figures/figures-{run_dir.name}"]
+    groups = {run.config.get("method"): run.names["run_group"] for run in read_offline_runs(run_dir)}
+    assert groups == {None: "smoke", **dict.fromkeys(summary["methods"], run_dir.name)}
