@@ -6,26 +6,36 @@ token. Instead of a special case, every round starts with a pass over *two* toke
 and the pending token, which rewrites a slot with what it already holds (or fills the missing one): shapes stay fixed
 and nothing is ever missing. After rounds without a draft that pass is as much wider (`Plan.behind`).
 
+A draft model may know fewer tokens than the target: its folder then holds `draft_vocab.safetensors` with the
+`token_ids` of its rows; one more row stands for all other tokens, which it can read and not draft.
+
 Cost: K steps of the small model, and a second prompt pass and cache.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from selfspec.cache import KVCache, kv_bytes_per_slot
 from selfspec.cache.storage import slots_for
 from selfspec.drafters.base import Draft, Seen
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target
+from selfspec.target.stack import spread
 
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.tree_drafting import TreeDrafting
+
+
+VOCABULARY = "draft_vocab.safetensors"
 
 
 @dataclass
@@ -36,15 +46,20 @@ class Options:
 
 
 class Independent:
-    """Drafts from `model`, a `Target` with the same tokenizer as the one it drafts for."""
+    """Drafts from `model`, a `Target` with the same tokenizer as the one it drafts for, or with some of its tokens."""
 
     name = "independent"
     max_drafted: int | None = None
 
-    def __init__(self, target: Target, model: Target) -> None:
-        check_same_tokenizer(target, model)
+    def __init__(self, target: Target, model: Target, token_ids_N: Tensor | None = None) -> None:
+        """token_ids_N: which tokens the model's rows stand for; None: the target's own vocabulary."""
+        if token_ids_N is None:
+            check_same_tokenizer(target, model)
         self.target = target
         self.model = model
+        self._token_ids_N = token_ids_N
+        if token_ids_N is not None:
+            self._place_V = places(token_ids_N, target.vocab_size)
 
     def check_capacity(self, num_tokens: int) -> None:
         """UserError unless the draft model has positions for prompt and output."""
@@ -67,7 +82,7 @@ class Independent:
         before_B1 = torch.where(seen.positions_BT[:, :1] > 0, seen.positions_BT[:, :1] - 1, -1)
         token_ids_BT = rows.tokens_BS[seen.rows].gather(1, before_B1.clamp(min=0))
         pass_ = _cache_of(rows).open(torch.cat([before_B1, seen.positions_BT], 1), seen.extent, seen.rows)
-        hidden_BTM = self.model.embed(torch.cat([token_ids_BT, seen.token_ids_BT], 1))
+        hidden_BTM = self._embed(torch.cat([token_ids_BT, seen.token_ids_BT], 1))
         self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
@@ -75,9 +90,9 @@ class Independent:
         for step in drafting:
             first, width = (-1 - behind, 2 + behind) if step == 0 else (step, 1)
             pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
-            hidden_BTM = self.model.embed(rows.window(first, width))
+            hidden_BTM = self._embed(rows.window(first, width))
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            drafting.draw(self.model.head(hidden_BTM[:, -1:])[:, 0])
+            drafting.draw(self._logits(hidden_BTM[:, -1:])[:, 0])
         return drafting.draft()
 
     def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
@@ -91,10 +106,26 @@ class Independent:
                 first, width = nodes.start, nodes.stop - nodes.start
                 positions_BT, block = growing.block(nodes)
                 pass_ = cache.open(positions_BT, extent, tree=block)
-            hidden_BTM = self.model.embed(rows.window(first, width))
+            hidden_BTM = self._embed(rows.window(first, width))
             hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            growing.grow(self.model.head(hidden_BTM[:, -1:] if level == 0 else hidden_BTM))
+            growing.grow(self._logits(hidden_BTM[:, -1:] if level == 0 else hidden_BTM))
         return growing.draft()
+
+    def _embed(self, token_ids_BT: Tensor) -> Tensor:
+        return self.model.embed(token_ids_BT if self._token_ids_N is None else self._place_V[token_ids_BT])
+
+    def _logits(self, hidden_BTM: Tensor) -> Tensor:
+        logits_BTN = self.model.head(hidden_BTM)
+        if self._token_ids_N is None:
+            return logits_BTN
+        return spread(logits_BTN[..., : len(self._token_ids_N)], self._token_ids_N, self.target.vocab_size)
+
+
+def places(token_ids_N: Tensor, vocab_size: int) -> Tensor:
+    """`[V]`: the row of each token, the last one for all that have none."""
+    place_V = torch.full((vocab_size,), len(token_ids_N), dtype=torch.int64, device=token_ids_N.device)
+    place_V[token_ids_N] = torch.arange(len(token_ids_N), device=token_ids_N.device)
+    return place_V
 
 
 def _cache_of(rows: Rows) -> KVCache:
@@ -122,7 +153,32 @@ def check_same_tokenizer(target: Target, draft: Target) -> None:
 
 
 def build(target: Target, options: Options) -> Independent:
-    model = options.model
+    model, token_ids_N = options.model, None
     if not isinstance(model, Target):
-        model = load_target(model, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
-    return Independent(target, model)
+        token_ids_N = read_token_ids(model, target)
+        dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
+        model = load_target(model, dtype=dtype, device=device, with_tokenizer=token_ids_N is None)
+    if token_ids_N is not None and model.vocab_size != len(token_ids_N) + 1:
+        raise UserError(
+            f"The draft model {options.model} has {model.vocab_size} rows, and {VOCABULARY} beside it names "
+            f"{len(token_ids_N)} tokens: there must be one row more than tokens."
+        )
+    return Independent(target, model, token_ids_N)
+
+
+def read_token_ids(model: Any, target: Target) -> Tensor | None:
+    """What a draft model's rows stand for, where its folder says so. UserError when that was for another target."""
+    path = Path(str(model)).expanduser() / VOCABULARY
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt", device=str(target.device)) as file:
+            token_ids_N, made_for = file.get_tensor("token_ids"), (file.metadata() or {}).get("target")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"Cannot read the draft vocabulary {path}: {error}.") from error
+    if made_for != target.fingerprint:
+        raise UserError(
+            f"The draft model {model} was trained for the target with fingerprint {made_for}; {target.name} has "
+            f"{target.fingerprint}. Load the target it was trained for, or train a draft for this one."
+        )
+    return token_ids_N

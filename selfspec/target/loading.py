@@ -43,6 +43,7 @@ def load_target(
     trust_remote_code: bool = False,
     fused: bool | None = None,
     adapter: str | Path | None = None,
+    with_tokenizer: bool = True,
 ) -> Target:
     """A target by conf/target name ("smollm2-135m"), local folder, .gguf file or hub id.
 
@@ -67,7 +68,7 @@ def load_target(
             merge_adapter(model, config.adapter)
         return in_dtype(model, chosen_dtype).to(device=chosen_device)
 
-    target = wrap_target(load_model(), load_tokenizer(config), name)
+    target = wrap_target(load_model(), load_tokenizer(config) if with_tokenizer else None, name)
     if fused is not False and not fuse(target, reload=load_model) and fused:
         raise UserError(
             f"fused=True is not possible for {name} ({target.config.model_type}, {target.dtype}, {target.device}). "
@@ -90,9 +91,13 @@ def choose_device(device: str) -> torch.device:
                 f"device={device!r}, but torch sees no GPU (driver or CUDA_VISIBLE_DEVICES?). Use device='cpu'."
             )
     try:
-        return torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as error:
         raise UserError(f"device={device!r} is not a device. Allowed: auto, cpu, cuda, cuda:<number>.") from error
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UserError(f"device={device!r}, but torch sees {last + 1} GPUs. Allowed: cpu, cuda:0 to cuda:{last}.")
+    return chosen
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
