@@ -2,6 +2,7 @@
 # make test   the same environment, then the test-suite
 # make lint   ruff and the type checker
 # make test-oldest   the test-suite with the oldest transformers that is supported, in an environment of its own
+# make test-speculators   exported EAGLE-3 drafts through the speculators package's own loader, in one more environment
 #
 # PYTHON    the interpreter to start from (3.11 or newer)
 # PYTEST_ARGS  passed to pytest; all cores, one test file at a time on each, unless you say otherwise
@@ -14,14 +15,15 @@ PYTEST_ARGS ?= -n auto --dist loadfile
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
+SPECULATORS := .venv-speculators
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint clean
+.PHONY: help demo test test-oldest test-speculators lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
-$(VENV)/.created $(OLDEST)/.created:
+$(VENV)/.created $(OLDEST)/.created $(SPECULATORS)/.created:
 	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
 	  echo "selfspec: no interpreter '$(PYTHON)'. Install Python 3.11 or newer, or say which one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -42,6 +44,13 @@ $(OLDEST)/.installed: $(OLDEST)/.created pyproject.toml constraints.txt
 	  -e '.[dev]' 'transformers==5.17.*'
 	@touch $@
 
+# speculators 0.9 wants transformers of 5.19 or older; all of it is pinned, torch as everywhere.
+$(SPECULATORS)/.installed: $(SPECULATORS)/.created constraints.txt tests/training/speculators_requirements.txt
+	$(SPECULATORS)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -c constraints.txt torch
+	$(SPECULATORS)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) --no-deps \
+	  -r tests/training/speculators_requirements.txt
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/python experiments/compare.py experiment=smollm2_quick
 
@@ -51,10 +60,13 @@ test: $(VENV)/.installed
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -q $(PYTEST_ARGS)
 
+test-speculators: $(VENV)/.installed $(SPECULATORS)/.installed
+	$(BIN)/python -m pytest -q -s tests/training/test_speculators_loader.py
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(SPECULATORS) build dist .pytest_cache .mypy_cache .ruff_cache

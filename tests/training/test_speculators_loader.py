@@ -26,7 +26,11 @@ from selfspec.training.unrolled import unroll
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = Path(os.environ.get("SPECULATORS_PYTHON", ROOT / ".venv-speculators" / "bin" / "python"))
 LENGTH = 128  # the package's block masks come in blocks of it
-CASES = {"reduced": ("llama", len(RANKED)), "full": ("llama", None), "biased target": ("qwen2", len(RANKED))}
+CASES = {
+    "reduced": ("llama", len(RANKED)),
+    "full": ("llama", None),
+    "heads wider than the model": ("qwen3", len(RANKED)),
+}
 
 pytestmark = [
     pytest.mark.slow,
