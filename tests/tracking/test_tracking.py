@@ -510,7 +510,8 @@ def test_a_measured_run_is_mirrored_round_by_round_with_its_files(tmp_path: Path
         "overrides = ['experiment=smoke_tiny', 'tracking=wandb_offline', 'measure.max_prompts=2', 'measure.trace=0']\n"
     )
     code += "with initialize_config_dir(str(conf_dir()), version_base='1.3'):\n"
-    code += "    composed = compose('compare', [*overrides, 'measure.trace=0', 'max_new_tokens=4', f'output_dir={folder}'])\n"
+    code += "    overrides += ['measure.trace=0', 'max_new_tokens=4', f'output_dir={folder}']\n"
+    code += "    composed = compose('compare', overrides)\n"
     code += "run_compare(composed)\nwandb.teardown()\n"
     in_a_process_of_its_own(code, tmp_path, OMP_NUM_THREADS="1")
     (run_dir,) = tmp_path.glob("smoke/tiny-*")
