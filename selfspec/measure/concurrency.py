@@ -112,8 +112,8 @@ def assemble(config: ConcurrencyConfig) -> Service:
     target = load_target(config.target, config.runtime.dtype, config.runtime.device)
     ways = [Way(AR, None, {})]
     ways += [Way(label, drafter_of(options, target), options) for label, options in config.drafters.items()]
-    most_drafted = max([lookahead_of(way.options, config).max_drafted for way in ways[1:]], default=0)
-    positions = target.max_positions - most_drafted - 1
+    models = [target, *(model for way in ways if isinstance(model := getattr(way.drafter, "model", None), Target))]
+    positions = min(model.max_positions for model in models)  # drafts past them are never kept
     loads = [
         make_load(target, prompts, lengths, config.num_requests, config.rate_per_s, (config.seed, repeat), positions)
         for repeat in range(config.repeats)
