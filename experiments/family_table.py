@@ -1,15 +1,20 @@
 """The family table: every supported family, checked against transformers as installed, as Markdown.
 
     python experiments/family_table.py [table.md]
+    python experiments/family_table.py --bfloat16 [table.md]
 
 Tiny random models in float32 (`tests/tiny_models.py`), tied and untied heads. Per family the largest difference, over
 every split [0, E) + [E, L), between the split stack and transformers' full forward, relative to the largest logit: for
 one query and for K+1, after a rollback, before, across and beyond a sliding window's edge. Then greedy tokens against
 `model.generate` for every drafter and K, rows of unequal length. Exits with 1 if a cell fails. About a minute.
+
+`--bfloat16`: greedy tokens only, in half precision, where sums in another order break ties another way. Every output
+that differs from `generate`'s is classified as `selfspec.measure.divergence` does it: a near tie, or an error.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from importlib.metadata import version
@@ -17,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from selfspec import Sampling, build_drafter, decode, wrap_target
+from selfspec.measure.divergence import TOLERANCE, Divergence, classify
 from selfspec.target import Target
 from selfspec.target.attention import IMPLEMENTATION
 from selfspec.target.families import as_they_are
@@ -24,7 +31,8 @@ from selfspec.target.families import as_they_are
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path += [str(TESTS), str(TESTS / "target")]  # the table shows what the tests check, so it asks them
 checks = importlib.import_module("family_checks")
-TINY = importlib.import_module("tiny_models").TINY
+tiny_models = importlib.import_module("tiny_models")
+TINY = tiny_models.TINY
 
 HEADER = (
     "family",
@@ -77,8 +85,55 @@ def row(name: str) -> tuple[list[str], bool]:
     return cells, max(one, wide) < checks.TOLERANCE and equal == total
 
 
-def main() -> int:
-    torch.set_num_threads(1)
+def divergences(name: str) -> list[Divergence]:
+    """Of every output in bfloat16, from what `generate` gives for the same prompt: our own AR, drafters, K."""
+    target = wrap_target(tiny_models.tiny_model(name, dtype=torch.bfloat16))
+    prompts = [tiny_models.prompt_ids(length, seed=length) for length in checks.PROMPT_LENGTHS]
+    expected = [target.hf_generate(ids, checks.NEW_TOKENS, Sampling()).token_ids for ids in prompts]
+
+    def next_scores(token_ids: list[int]) -> torch.Tensor:
+        return checks.full_forward(target.hf_model, token_ids)[-1]
+
+    found = []
+    for drafter in checks.DRAFTERS:
+        options = {"exit_layer": target.num_layers // 2} if drafter == "early_exit" else {}
+        for num_drafted in (1, checks.NUM_DRAFTED):
+            outputs = decode(
+                target,
+                build_drafter(drafter, target, **options),
+                prompts,
+                max_new_tokens=checks.NEW_TOKENS,
+                lookahead=num_drafted,
+                ignore_eos=True,
+                max_batch_rows=2,
+            )
+            for output, ids, reference in zip(outputs, prompts, expected, strict=True):
+                found.append(classify(output.token_ids, reference, ids, next_scores, TOLERANCE["bfloat16"]))
+    return found
+
+
+def bfloat16_table() -> tuple[str, bool]:
+    """Per family how many outputs are those of `generate`, and what the others are."""
+    lines, wrong = ["family | outputs | identical | near ties | errors | largest top-2 margin", "--- | " * 5 + "---"], 0
+    for name in TINY:
+        found = divergences(name)
+        kinds = [one.kind for one in found]
+        margin = max((one.top2_margin for one in found if one.top2_margin is not None), default=None)
+        counts = [str(len(found)), *(str(kinds.count(kind)) for kind in ("identical", "near_tie", "mismatch"))]
+        lines.append(" | ".join([name, *counts, "" if margin is None else f"{margin:.3f}"]))
+        wrong += kinds.count("mismatch")
+        print(lines[-1], file=sys.stderr, flush=True)
+    caption = (
+        f"transformers {version('transformers')}, torch {torch.__version__}, CPU, bfloat16, tiny random models. Greedy "
+        f"tokens of {', '.join(checks.DRAFTERS)} with K = 1 and {checks.NUM_DRAFTED} against `model.generate`, "
+        f"{checks.NEW_TOKENS} new ones. Near tie: at the first token that differs, both lie within "
+        f"{TOLERANCE['bfloat16']:g} of the largest |logit| below the best. Made with "
+        "`python experiments/family_table.py --bfloat16`."
+    )
+    return "\n".join(["# Families in bfloat16", "", caption, "", *(f"| {line} |" for line in lines), ""]), wrong == 0
+
+
+def float32_table() -> tuple[str, bool]:
     lines, fine = [" | ".join(HEADER), " | ".join("---" for _ in HEADER)], True
     for name in TINY:
         cells, correct = row(name)
@@ -92,9 +147,18 @@ def main() -> int:
         f"{', '.join(checks.DRAFTERS)} with K = 1 and {checks.NUM_DRAFTED}, prompts of "
         f"{', '.join(map(str, checks.PROMPT_LENGTHS))} tokens, {checks.NEW_TOKENS} new ones. Made with `{command}`."
     )
-    table = "\n".join(["# Families", "", caption, "", *(f"| {line} |" for line in lines), ""])
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(table, encoding="utf-8")
+    return "\n".join(["# Families", "", caption, "", *(f"| {line} |" for line in lines), ""]), fine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every supported family against transformers, as Markdown.")
+    parser.add_argument("--bfloat16", action="store_true", help="greedy tokens in half precision, with their near ties")
+    parser.add_argument("table", nargs="?", type=Path, help="the file to write; without one the table is printed")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    table, fine = bfloat16_table() if given.bfloat16 else float32_table()
+    if given.table is not None:
+        given.table.write_text(table, encoding="utf-8")
     else:
         print(table)
     return 0 if fine else 1
