@@ -32,7 +32,15 @@ def check_weights(model: Any) -> None:
     devices = {str(parameter.device) for parameter in model.parameters()}
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(devices) > 1:
-        raise UserError(f"the model's parameters lie on {sorted(devices)}; move it to one device with model.to(...)")
+        raise UserError(
+            f"the model's parameters lie on {sorted(devices)}; a target spread over devices (device_map) is not "
+            "supported: move it to one device with model.to(...)"
+        )
+    if any(hasattr(parameter.data, "device_mesh") for parameter in model.parameters()):  # DTensor
+        raise UserError(
+            "the model's parameters are cut across processes (tp_plan); a tensor-parallel target is not supported: "
+            "load it without tp_plan, on one device"
+        )
     if devices == {"meta"}:
         raise UserError("the model's parameters lie on the meta device: its weights were never loaded")
     if len(dtypes) > 1:

@@ -71,6 +71,24 @@ def test_models_without_a_language_model_head_are_refused(model_class):
         wrap_target(model_class(tiny_llama().config))
 
 
+def test_a_tensor_parallel_model_is_refused():
+    """One process is enough to have weights that are cut, as transformers' `tp_plan` leaves them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = tiny_llama()
+        projection = model.model.layers[0].self_attn.q_proj
+        cut = distribute_tensor(projection.weight.data, init_device_mesh("cpu", (1,)), [Shard(0)])
+        projection.weight = torch.nn.Parameter(cut, requires_grad=False)
+        with pytest.raises(UserError, match="tensor-parallel target is not supported"):
+            wrap_target(model)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_model_on_two_devices_is_refused():
     model = tiny_llama()
     model.model.layers[2].to("meta")
