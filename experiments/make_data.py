@@ -17,14 +17,15 @@ from selfspec.training.config import MakeDataConfig, resolve_job
 from selfspec.training.data import load_dataset
 from selfspec.training.draft_vocab import count_draft_vocab
 from selfspec.training.features import observe_data
+from selfspec.training.generation import Spent
 from selfspec.training.identity import target_identity
 from selfspec.training.making import make_data
 from selfspec.training.self_prompts import template_of
 from selfspec.training.trainer import TrainConfig
 
 
-def report(answer_tokens: int, tokens_per_s: float, step_s: float) -> None:
-    rate = f"{tokens_per_s:6.0f} tokens/s, {step_s:.2f} s per step"
+def report(answer_tokens: int, tokens_per_s: float, spent: Spent) -> None:
+    rate = f"{tokens_per_s:6.0f} tokens/s ({spent.summary()})"
     print(f"{time.strftime('%H:%M:%S')}  {answer_tokens:>9,} answer tokens  {rate}", flush=True)
 
 

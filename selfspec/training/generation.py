@@ -1,17 +1,18 @@
 """Much text from the target at once: every row takes one token per step, and a row that is done gets the next request.
 
-All rows always run the same [B, 1] step, whether they are reading a prompt or writing: shapes never change, no row ever
-waits for another, and there is no separate prefill. A new request keeps what it has in common with the row's old text
-(the chat header, or the whole prompt when the answer follows in the same row), so prompts are nearly free.
+All rows run the same [B, 1] step, so shapes never change and no row waits for another. A new request keeps what it has
+in common with the row's old text (the chat header, or the whole prompt when the answer follows in the same row), so
+prompts that the target has just written are free; what is left of one, if it is long, runs in chunks of its row alone.
 
 What a request yields depends on (seed, index) alone, not on its row or its neighbours (up to bfloat16 arithmetic).
 
-Most of a step is attention: every row reads its own cache, and as many slots of it as the longest row has. Then come the
-linear layers (weights are read once for all rows), the head, and last the sampling.
+Most of a step is attention: every row reads its own cache, and as many slots of it as the longest row has (`Spent` says
+how much of that was in vain). Then come the linear layers (weights are read once for all rows), the head, the sampling.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from selfspec.sampling.argmax import first_argmax
 from selfspec.target import Target
 
 BLOCK = 256  # tokens
+CHUNK = 64  # tokens of a prompt that run at once, always, so that a CPU keeps its kernels
+LONG = 24  # tokens left of a prompt from which on a chunk is cheaper than a place in that many steps
 ROWS_PER_PICK = 32  # the [rows, V] float32 temporaries of sampling stay small enough to be reused by the allocator
 
 
@@ -46,6 +49,32 @@ class Finished:
     new_ids: list[int]  # with the EOS, when it stopped there
 
 
+@dataclass
+class Spent:
+    """Where the time of a stream went (seconds of the host's clock, meant for a CPU), and what attention read."""
+
+    prompts_s: float = 0.0
+    layers_s: float = 0.0
+    head_s: float = 0.0
+    sampling_s: float = 0.0
+    host_s: float = 0.0
+    slots_read: int = 0
+    slots_held: int = 0
+
+    def lap(self, part: str, since: float) -> float:
+        now = time.perf_counter()
+        setattr(self, part, getattr(self, part) + now - since)
+        return now
+
+    def summary(self) -> str:
+        parts = {
+            name.removesuffix("_s"): getattr(self, name) for name in self.__dataclass_fields__ if name.endswith("_s")
+        }
+        total = sum(parts.values()) or 1.0
+        shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts.items())
+        return f"{shares}; attention read {self.slots_read / max(1, self.slots_held):.1f} times the slots in use"
+
+
 NextRequest = Callable[[Finished | None], Request | None]
 
 
@@ -59,11 +88,13 @@ def generate_stream(
     seed: int,
     eos_ids: Iterable[int],
     on_step: Callable[[], None] = lambda: None,
+    spent: Spent | None = None,
 ) -> None:
     """Keep `rows` rows busy until `next_request` has no more. It is called with each finished text, at first with None.
 
-    `capacity` bounds prompt + new tokens; a longer request is a UserError.
+    `capacity` bounds prompt + new tokens; a longer request is a UserError. `spent` is added to.
     """
+    spent = spent or Spent()
     cache = target.make_cache(rows, capacity)
     tokens_BS = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=target.device)
     uniform_BS = torch.zeros(rows, capacity + 1, dtype=torch.float64, device=target.device)
@@ -91,18 +122,38 @@ def generate_stream(
         start = len(request.token_ids)
         uniform_BS[row, start : start + request.max_new_tokens] = torch.from_numpy(noise.random(request.max_new_tokens))
         temperature_B[row], min_p_B[row] = request.temperature, request.min_p
+        read_prompt(row)
+
+    def read_prompt(row: int) -> None:
+        """All of a long rest of a prompt but its last few tokens, which the common steps read."""
+        while (rest := len(texts[row]) - 1 - int(fed[row])) >= LONG:
+            begun, width = time.perf_counter(), min(rest, CHUNK)
+            positions_1T = torch.full((1, CHUNK), -1, device=target.device)
+            positions_1T[0, :width] = torch.arange(fed[row], fed[row] + width)
+            inputs_1T = tokens_BS[row, positions_1T.clamp(min=0)]
+            pass_ = cache.open(positions_1T, int(fed[row]) + width, rows=slice(row, row + 1))
+            target.run_layers(target.embed(inputs_1T), 0, target.num_layers, pass_)
+            fed[row] += width
+            spent.lap("prompts_s", begun)
 
     for row in range(rows):
         assign(row, None)
     while any(requests):
-        positions_B = torch.from_numpy(np.where([r is not None for r in requests], fed, -1)).to(target.device)
-        pass_ = cache.open(positions_B[:, None], int(fed.max()) + 1)
+        at = time.perf_counter()
+        places = np.where([request is not None for request in requests], fed, -1)
+        positions_B = torch.from_numpy(places).to(target.device)
+        pass_ = cache.open(positions_B[:, None], int(places.max()) + 1)
+        spent.slots_read += rows * pass_.extent
+        spent.slots_held += int((places + 1).sum())
         inputs_B1 = tokens_BS[all_rows, positions_B.clamp(min=0)][:, None]
         hidden_B1M = target.run_layers(target.embed(inputs_B1), 0, target.num_layers, pass_)
+        at = spent.lap("layers_s", at)
         logits_BV = target.head(hidden_B1M)[:, 0]
+        at = spent.lap("head_s", at)
         picked_B = pick(logits_BV, temperature_B, min_p_B, uniform_BS[all_rows, positions_B.clamp(min=0) + 1])
-        stops = torch.isin(picked_B, eos).tolist()
-        for row, (request, token) in enumerate(zip(requests, picked_B.tolist(), strict=True)):
+        stops, tokens = torch.isin(picked_B, eos).tolist(), picked_B.tolist()
+        at, prompts_s = spent.lap("sampling_s", at), spent.prompts_s
+        for row, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             if request is None:
                 continue
             fed[row] += 1
@@ -113,6 +164,7 @@ def generate_stream(
             new_ids = texts[row][len(request.token_ids) :]
             if stops[row] or len(new_ids) == request.max_new_tokens:
                 assign(row, Finished(request, new_ids))
+        spent.lap("host_s", at + spent.prompts_s - prompts_s)
         on_step()
 
 

@@ -20,12 +20,12 @@ from selfspec.training.data import (
     write_manifest,
     write_shard,
 )
-from selfspec.training.generation import generate_stream
+from selfspec.training.generation import Spent, generate_stream
 from selfspec.training.identity import target_identity
 from selfspec.training.prompt_sources import prompts_digest
 from selfspec.training.self_prompts import ChatTemplate, SampleSource, chat_template, normalised, template_of
 
-Progress = Callable[[int, float, float], None]  # answer tokens made in all, tokens/s of this run, seconds per step
+Progress = Callable[[int, float, Spent], None]  # answer tokens made in all, tokens/s of this run, where time went
 PROGRESS_S = 20.0
 
 
@@ -63,8 +63,8 @@ def _make_locked(
     manifest = write_manifest(folder, config, identity, given)
     fresh: list[Sample] = []
     rejected: dict[int, str] = {}
-    begun, made = time.perf_counter(), 0
-    steps, reported = 0, begun
+    begun, made, spent = time.perf_counter(), 0, Spent()
+    reported = begun
 
     def flush() -> None:
         nonlocal manifest
@@ -86,11 +86,11 @@ def _make_locked(
         return total < config.answer_tokens
 
     def on_step() -> None:
-        nonlocal steps, reported
-        steps, now = steps + 1, time.perf_counter()
+        nonlocal reported
+        now = time.perf_counter()
         if now - reported >= PROGRESS_S:
             reported = now
-            progress(total, made / (now - begun), (now - begun) / steps)
+            progress(total, made / (now - begun), spent)
 
     if total < config.answer_tokens:
         source = SampleSource(config, target.tokenizer, target.eos_token_ids, prompts, done, seen, on_result)
@@ -102,6 +102,7 @@ def _make_locked(
             seed=config.seed,
             eos_ids=target.eos_token_ids,
             on_step=on_step,
+            spent=spent,
         )
         flush()
     return manifest

@@ -16,7 +16,7 @@ from filelock import FileLock
 from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
 from selfspec.training.data import DataConfig, load_dataset, read_shard, shard_paths
-from selfspec.training.generation import Finished, Request, generate_stream, pick
+from selfspec.training.generation import Finished, Request, Spent, generate_stream, pick
 from selfspec.training.making import make_data
 from selfspec.training.prompt_sources import PromptDatasetConfig, first_turn, read_dataset, read_prompts
 from selfspec.training.self_prompts import chat_template, is_held_out, normalised, reject_reason
@@ -35,8 +35,9 @@ def everything(folder: Path) -> dict[int, tuple[list[int], bool]]:
 
 
 def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
-    prompts = [list(range(60, 60 + n)) for n in (3, 9, 5, 14, 4, 7)]
+    prompts = [[60 + i + j for j in range(n)] for i, n in enumerate((3, 9, 80, 14, 30, 65, 7))]  # short and long ones
     waiting = [Request(i, ids, 12) for i, ids in enumerate(prompts)]
+    spent = Spent()
     got: dict[int, list[int]] = {}
 
     def next_request(finished: Finished | None) -> Request | None:
@@ -44,7 +45,8 @@ def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
             got[finished.request.index] = finished.new_ids
         return waiting.pop(0) if waiting else None
 
-    generate_stream(chat_target, next_request, rows=2, capacity=40, seed=0, eos_ids=[257])
+    generate_stream(chat_target, next_request, rows=2, capacity=100, seed=0, eos_ids=[257], spent=spent)
+    assert spent.prompts_s > 0 and spent.slots_read >= spent.slots_held > 0
     for i, ids in enumerate(prompts):
         whole = chat_target.hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert got[i] == whole[0, len(ids) :].tolist()
