@@ -1,4 +1,5 @@
 # make demo   from nothing to the table: environment, model, the main job on SmolLM2-135M
+# make paper  from nothing to every table and figure of experiments/smollm2, and the README's table
 # make test   the same environment, then the test-suite
 # make lint   ruff and the type checker
 # make test-oldest   the test-suite with the oldest transformers that is supported, in an environment of its own
@@ -18,7 +19,7 @@ OLDEST := .venv-oldest
 SPECULATORS := .venv-speculators
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest test-speculators lint clean
+.PHONY: help demo paper test test-oldest test-speculators lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -53,6 +54,10 @@ $(SPECULATORS)/.installed: $(SPECULATORS)/.created constraints.txt tests/trainin
 
 demo: $(VENV)/.installed
 	$(BIN)/python experiments/compare.py experiment=smollm2_quick
+
+# Killed at any point, it goes on where it stopped.
+paper: $(VENV)/.installed
+	$(BIN)/python experiments/paper.py
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

@@ -45,7 +45,11 @@ class PlanConfig:
 
 @entry_point("plan")
 def main(composed: DictConfig) -> None:
-    config = typed(PlanConfig, composed)
+    show_plan(typed(PlanConfig, composed))
+
+
+def show_plan(config: PlanConfig) -> None:
+    """Print the predictions, and write them where `out` says."""
     for name, numbers in (("devices", config.devices), ("rows", config.rows)):
         if not numbers or min(numbers) < 1:
             raise UserError(f"{name}={numbers}: give whole numbers of 1 or more.")

@@ -30,7 +30,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from selfspec.config import CompareConfig, GenerateConfig, allowed, canonical, conf_dir, config_hash, resolve, run_dir
 from selfspec.errors import UserError
 from selfspec.measure.bench import Bench, assemble
+from selfspec.measure.costs import costs
 from selfspec.measure.protocol import measure, warm_up
+from selfspec.measure.speed import read_bandwidth
 from selfspec.measure.tracing import trace
 from selfspec.mirror import keep_files
 from selfspec.provenance import collect, redact, redact_argv
@@ -102,6 +104,9 @@ def measure_into(folder: Path, config: CompareConfig) -> None:
             run = read_run(folder, allow_unfinished=True)
             keep_traces(config, bench, folder, run.prompts)
             summary = measured(run).summary | {"divergence": bench.comparison.report(run.prompts, bench.items)}
+            if config.measure.timed:
+                bytes_per_s = read_bandwidth(bench.target.device)
+                summary["costs"] = costs(run.prompts, bench.drafters, bench.target, bytes_per_s)
             tracker.summary(summary)
             writer.finish(summary)
             keep_files(tracker, config, folder)

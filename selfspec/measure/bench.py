@@ -18,6 +18,7 @@ from selfspec.measure.memory import growth, in_use
 from selfspec.measure.methods import Settings, decode_method, hf_method
 from selfspec.measure.protocol import AR, AR_AGAIN, Item, Method
 from selfspec.prompts import Prompt, check_apart, prompts_from_config, prompts_hash, take_evenly
+from selfspec.provenance import hash_file
 from selfspec.records import to_json
 from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target, load_target
@@ -32,6 +33,7 @@ class Bench:
 
     target: Target
     methods: list[Method]
+    drafters: dict[str, Drafter]  # by label
     prompts: list[Prompt]
     items: list[Item]
     num_turns: int
@@ -65,6 +67,7 @@ def assemble(config: CompareConfig) -> Bench:
         # changes with the tokenizer and the chat template too
         "prompt_token_ids": hashlib.sha256(to_json([item.token_ids for item in items]).encode()).hexdigest(),
     }
+    drafters: dict[str, Drafter] = {}
     for label, options in config.drafters.items():
         with growth(target.device) as grown:
             drafter = drafter_of(options, target)
@@ -73,6 +76,9 @@ def assemble(config: CompareConfig) -> Bench:
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)
+        drafters[label] = drafter
+        if (weights := checkpoint_of(options) / "model.safetensors").is_file():
+            fingerprints[f"draft {label}"] = hash_file(weights)
         if isinstance(model := getattr(drafter, "model", None), Target):
             fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
     if config.measure.noise_check:  # last: as far as can be from `ar` in the rotation
@@ -82,6 +88,7 @@ def assemble(config: CompareConfig) -> Bench:
     return Bench(
         target=target,
         methods=methods,
+        drafters=drafters,
         prompts=prompts,
         items=items,
         num_turns=sum(len(prompt.turns) for prompt in prompts),
@@ -103,11 +110,15 @@ def lookahead_of(options: Mapping[str, Any], config: GenerateConfig) -> Lookahea
 
 def drafter_of(options: Mapping[str, Any], target: Target) -> Drafter:
     """A drafter from its config. A path that exists only relative to the clone is taken from there."""
-    in_clone = {
-        name: str(conf_dir().parent / options[name])
-        for name in PATHS
-        if isinstance(options.get(name), str)
-        and not Path(options[name]).exists()
-        and (conf_dir().parent / options[name]).exists()
-    }
-    return build_drafter({**options, **in_clone}, target)
+    return build_drafter({**options, **{name: in_clone(options[name]) for name in PATHS if name in options}}, target)
+
+
+def in_clone(path: Any) -> Any:
+    """The path inside the clone, where it exists only there; anything else as it is."""
+    if isinstance(path, str) and not Path(path).exists() and (conf_dir().parent / path).exists():
+        return str(conf_dir().parent / path)
+    return path
+
+
+def checkpoint_of(options: Mapping[str, Any]) -> Path:
+    return Path(str(in_clone(options.get("checkpoint"))))

@@ -1,8 +1,8 @@
 """From run directories to files: what `experiments/report.py` does, as a function.
 
 console   both tables, printed
-markdown  comparison.md, categories.md
-latex     comparison.tex, categories.tex
+markdown  comparison.md, categories.md, and costs.md of finished runs
+latex     the same as .tex
 sweep     sweep.md: every setting of these runs, fastest first, corrected for having looked at all
 csv       statistics.csv: every estimator, overall and per category
 figures   speedup, acceptance and time, each as .pdf and .png
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from selfspec.errors import UserError
 from selfspec.records import read_traces, write_atomic
+from selfspec.report.costs import cost_table, has_costs
 from selfspec.report.figures import all_figures, to_bytes
 from selfspec.report.render import print_table, to_latex, to_markdown
 from selfspec.report.runs import Measured, load_runs
 from selfspec.report.sweep import sweep_table
-from selfspec.report.tables import category_table, comparison_table, to_csv
+from selfspec.report.tables import Table, category_table, comparison_table, to_csv
 from selfspec.report.trace import trace_page
 
 FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "sweep", "all")
@@ -67,7 +68,9 @@ def build_report(
 
 
 def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Iterator[tuple[str, str | bytes]]:
-    tables = (comparison_table(runs), category_table(runs))
+    tables: tuple[Table, ...] = (comparison_table(runs), category_table(runs))
+    if has_costs(runs):
+        tables += (cost_table(runs),)
     if "markdown" in wanted:
         yield from ((f"{table.name}.md", to_markdown(table)) for table in tables)
     if "latex" in wanted:

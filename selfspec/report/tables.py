@@ -91,7 +91,7 @@ def category_table(runs: Sequence[Measured]) -> Table:
             per_category = [item.summary["categories"].get(category, {}).get(name) for category in categories]
             cells = [_speedup(stats, is_baseline=False) if stats else DASH for stats in per_category]
             if name != item.summary["baseline"]:
-                rows.append([_method(name, overall), *cells, _speedup(overall), _number(overall["al_pooled"], 2)])
+                rows.append([method_name(name, overall), *cells, _speedup(overall), _number(overall["al_pooled"], 2)])
         blocks.append(Block(item.label, rows))
     return _table("categories", ["method", *categories, "overall", "τ"], blocks, runs)
 
@@ -126,22 +126,23 @@ def _table(name: str, header: list[str], blocks: list[Block], runs: Sequence[Mea
 
 def _comparison_row(name: str, stats: Mapping[str, Any], item: Measured) -> list[str]:
     is_baseline = name == item.summary["baseline"]
-    shares = [stats[f"{phase}_share"] for phase in ("draft", "verify", "other")]
+    timed = (item.run.config.get("measure") or {}).get("timed") is not False
+    shares: list[Any] = [stats[f"{phase}_share"] if timed else None for phase in ("draft", "verify", "other")]
     peak_bytes = stats["peak_device_bytes"] if stats["peak_device_bytes"] is not None else stats["peak_host_bytes"]
     return [
-        _method(name, stats),
-        _number(stats["tokens_per_s"], 1),
-        _speedup(stats, is_baseline),
+        method_name(name, stats),
+        _number(stats["tokens_per_s"], 1) if timed else DASH,
+        _speedup(stats, is_baseline) if timed else DASH,
         _number(stats["al_pooled"], 2),
         _number(stats["alpha"], 2),
         DASH if None in shares else "/".join(_percentages(shares)),
-        _number(stats["ttft_median_s"] * 1000, 0),
+        _number(stats["ttft_median_s"] * 1000, 0) if timed else DASH,
         DASH if peak_bytes is None else _number(peak_bytes / 1e9, 2),
         DASH if is_baseline else _equality(stats["equality"]),
     ]
 
 
-def _method(name: str, stats: Mapping[str, Any]) -> str:
+def method_name(name: str, stats: Mapping[str, Any]) -> str:
     return name + ("†" if stats["lossy"] else "") + ("‡" if stats["synthetic"] else "")
 
 

@@ -1,0 +1,80 @@
+"""A study from nothing to its tables: measure every experiment, build every table and figure, fill in the README.
+
+    python experiments/paper.py
+
+Each experiment is measured by `compare.py` in a process of its own, so that none inherits the other's memory; killed
+at any point, the same command goes on. The tables are made from the run directories alone, byte for byte the same when
+made again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
+
+from selfspec.config import CompareConfig, conf_dir, resolve, typed
+from selfspec.errors import UserError
+from selfspec.records import write_atomic
+from selfspec.report.build import build_report
+from selfspec.report.headline import fill_in, headline
+from selfspec.report.runs import load_runs
+from selfspec.run import choose_folder, entry_point, settle_runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+FORMATS = ["markdown", "latex", "csv", "figures", "trace"]
+
+
+@dataclass
+class PaperConfig:
+    """conf/paper.yaml."""
+
+    experiments: list[str]
+    out: str
+    overrides: list[str] = field(default_factory=list)
+    readme: str | None = None
+
+
+@entry_point("paper")
+def main(composed: DictConfig) -> None:
+    config = typed(PaperConfig, composed)
+    if not config.experiments:
+        raise UserError("experiments=[] names nothing to measure. Give names of conf/experiment.")
+    arguments = [[f"experiment={name}", *config.overrides] for name in config.experiments]
+    folders = [folder_of(one) for one in arguments]  # every config is checked before the first is measured
+    for one, folder in zip(arguments, folders, strict=True):
+        if not (folder / "DONE").exists():
+            measure(one)
+    files = build_report(folders, FORMATS, config.out)
+    if config.readme:
+        path = ROOT / config.readme
+        (headlined,) = load_runs(folders[0])
+        text = headline(headlined, f"python experiments/compare.py {' '.join(arguments[0])}", config.out)
+        write_atomic(path, fill_in(path.read_text(), text, str(path)))
+        files.append(path)
+    for file in files:
+        print(file)
+
+
+def folder_of(arguments: list[str]) -> Path:
+    """Where `compare.py` with these arguments writes."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = resolve(CompareConfig, compose("compare", arguments))
+    settle_runtime(config)
+    return choose_folder(config)
+
+
+def measure(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "experiments" / "compare.py"), *arguments], check=False)
+    if done.returncode != 0:
+        raise UserError(f"{' '.join(arguments)} was not measured (exit code {done.returncode}); no table is built.")
+
+
+if __name__ == "__main__":
+    main()

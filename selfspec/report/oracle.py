@@ -1,0 +1,46 @@
+"""The oracle: what a policy would reach that knew, before each round, how many drafts would be accepted.
+
+Computed from the recorded rounds of a long fixed lookahead and from what rounds of each K cost. A round that accepted m
+drafts committed m+1 tokens; knowing that, one would make them by the cheapest rounds whose drafts all stand: rounds of
+s_1, s_2, ... tokens, Σ s = m+1, at cost(s−1) each (dynamic programming over m+1). Nothing is drafted in vain, so no
+policy over the same drafts and costs is faster; more than the recorded K in one round is beyond what was seen, so the
+bound is one for policies with that K as their most.
+
+It is exact for drafts that depend on the text alone; for those that depend on where a round began it is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from selfspec.errors import UserError
+from selfspec.records import RoundRecord
+
+
+def oracle_tokens_per_s(rounds: Sequence[RoundRecord], cost_s: Sequence[float]) -> float:
+    """Decoding tokens per second. cost_s[k]: seconds of a round with k drafts, k = 0 to the K the rounds were made with.
+
+    Raises UserError when a cost is missing or not positive, or without rounds.
+    """
+    if not rounds:
+        raise UserError("The oracle needs recorded rounds: measure a run with a fixed lookahead first.")
+    longest = max(entry.num_drafted for entry in rounds)
+    if len(cost_s) <= longest or not all(cost > 0 for cost in cost_s):
+        raise UserError(
+            f"The oracle needs the cost of rounds with 0 to {longest} drafts, all above 0 s; given: {list(cost_s)}."
+        )
+    least_s = cheapest(cost_s, longest + 1)
+    return sum(entry.num_emitted for entry in rounds) / sum(least_s[entry.num_emitted] for entry in rounds)
+
+
+def cheapest(cost_s: Sequence[float], most: int) -> list[float]:
+    """The least time to commit n tokens that are all known to be accepted, n = 0 to `most`."""
+    least_s = [0.0]
+    for n in range(1, most + 1):
+        least_s.append(min(least_s[n - size] + cost_s[size - 1] for size in range(1, min(n, len(cost_s)) + 1)))
+    return least_s
+
+
+def share_of_oracle(tokens_per_s: float, rounds: Sequence[RoundRecord], cost_s: Sequence[float]) -> float:
+    """How much of the bound a policy reached, 0 to 1 (a little above where costs were measured with noise)."""
+    return tokens_per_s / oracle_tokens_per_s(rounds, cost_s)
