@@ -18,7 +18,7 @@ from selfspec.records import RoundRecord
 
 
 def oracle_tokens_per_s(rounds: Sequence[RoundRecord], cost_s: Sequence[float]) -> float:
-    """Decoding tokens per second. cost_s[k]: seconds of a round with k drafts, k = 0 to the K the rounds were made with.
+    """Decoding tokens per second. cost_s[k]: seconds of a round with k drafts, k = 0 to the K of the recorded rounds.
 
     Raises UserError when a cost is missing or not positive, or without rounds.
     """
