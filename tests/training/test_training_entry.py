@@ -32,6 +32,10 @@ def test_every_training_config_composes():
             assert job.drafter == {"kind": kind}
         for recipe in conf_names("train"):
             resolve_job(TrainJobConfig, compose("train", [f"train={recipe}", "data=d", "out=o"]))
+        for kind in sorted(set(trainees()) & set(conf_names("drafter"))):  # in a clone, smoke needs nothing more
+            smoke = resolve_job(TrainJobConfig, compose("train", [f"drafter={kind}", "train=smoke"]))
+            files = [f"{smoke.data}/manifest.json", smoke.draft_options().get("draft_vocab") or smoke.data]
+            assert all((ROOT / file).exists() for file in files)
         assert resolve_job(MakeDataConfig, compose("make_data", ["out=o"])).prompts() is None
         with pytest.raises(UserError, match="two sources of prompts"):
             resolve_job(MakeDataConfig, compose("make_data", ["out=o", "prompt_file=p", "prompt_dataset.path=d"]))
