@@ -46,7 +46,9 @@ def parts_of(target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> Ch
     )
 
     def join_token(embedded_BTM: Tensor, hidden_BTM: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([norm_embedded(embedded_BTM), norm_hidden(hidden_BTM)], -1), hidden_BTM
+        normed_BTM = norm_hidden(hidden_BTM)
+        residual_BTM = normed_BTM if shape.norm_before_residual else hidden_BTM
+        return torch.cat([norm_embedded(embedded_BTM), normed_BTM], -1), residual_BTM
 
     def logits(hidden_BTM: Tensor) -> Tensor:
         return unembed(norm(hidden_BTM))

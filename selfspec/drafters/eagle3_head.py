@@ -27,6 +27,7 @@ class HeadShape:
     rope_theta: float
     norm_eps: float
     d_vocab: int
+    norm_before_residual: bool = False  # some published heads add the normed features; ours, as EAGLE's, the plain ones
 
 
 class Attention(nn.Module):

@@ -145,14 +145,16 @@ class UnrolledHead:
         self, embedded_BTM: Tensor, hidden_BTM: Tensor, positions_BT: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer, shape = self.head.layer, self.head.shape
-        joined = torch.cat([layer.input_layernorm(embedded_BTM), layer.hidden_norm(hidden_BTM)], dim=-1)
+        normed_BTM = layer.hidden_norm(hidden_BTM)
+        joined = torch.cat([layer.input_layernorm(embedded_BTM), normed_BTM], dim=-1)
         half = torch.arange(shape.head_dim // 2, device=positions_BT.device, dtype=torch.float32)
         angles = positions_BT[..., None].float() * shape.rope_theta ** (-half / len(half))
         angles = torch.cat([angles, angles], -1)
         attention, heads = layer.self_attn, (-1, shape.head_dim)
         query = rotate(attention.q_proj(joined).unflatten(-1, heads), angles.cos(), angles.sin())
         key = rotate(attention.k_proj(joined).unflatten(-1, heads), angles.cos(), angles.sin())
-        return query, key, attention.v_proj(joined).unflatten(-1, heads), hidden_BTM
+        residual_BTM = normed_BTM if shape.norm_before_residual else hidden_BTM
+        return query, key, attention.v_proj(joined).unflatten(-1, heads), residual_BTM
 
     def leave(self, residual_BTM: Tensor, attended_BTHD: Tensor) -> Tensor:
         return behind_attention(self.head.layer, residual_BTM, attended_BTHD)

@@ -13,8 +13,11 @@ from export_drafts import RANKED, edit, read, small_target
 from safetensors.torch import save_file
 from torch import Tensor
 
+from selfspec.drafters.eagle3 import parts_of
+from selfspec.drafters.eagle3_head import Eagle3Head, HeadShape
 from selfspec.errors import UserError
 from selfspec.target import Target
+from selfspec.training.eagle3 import UnrolledHead
 from selfspec.training.export.jobs import import_draft
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 32, 4, 2, 16, 48, 97
@@ -128,6 +131,7 @@ def test_both_layouts_are_read_tensor_by_tensor(target: Target, tmp_path: Path, 
         "rope_theta": 500000.0,
         "norm_eps": 1e-5,
         "d_vocab": 12,
+        "norm_before_residual": False,
     }
     assert config["feature_layers"] == (
         [2, 3, 3] if layout == "flat" else [2, 3, 4]
@@ -160,6 +164,21 @@ def test_layers_are_counted_entering_or_leaving_as_the_field_means_them(
     assert config["feature_layers"] == [2, 4, 6]
 
 
+@torch.no_grad()
+def test_a_normed_residual_is_read_and_drafted_with(target: Target, tmp_path: Path):
+    hidden_1TM = torch.randn(1, 3, WIDTH)
+    for normed in (True, False):
+        edit(nested(tmp_path / f"theirs{normed}"), set_top(norm_before_residual=normed))
+        config = import_draft(target, str(tmp_path / f"theirs{normed}"), str(tmp_path / f"ours{normed}"))
+        head = Eagle3Head(HeadShape(**config["shape"]))
+        head.load_state_dict({k: v.float() for k, v in read(tmp_path / f"ours{normed}")[1].items() if k != "token_ids"})
+        expected = head.layer.hidden_norm(hidden_1TM) if normed else hidden_1TM
+        drafted = parts_of(target, head, torch.tensor(sorted(RANKED))).join_token(torch.randn(1, 3, WIDTH), hidden_1TM)
+        trained = UnrolledHead(head).enter(torch.randn(1, 3, WIDTH), hidden_1TM, torch.arange(3)[None])
+        torch.testing.assert_close(drafted[1], expected)
+        torch.testing.assert_close(trained[3], expected)
+
+
 def set_layer(**changes: Any) -> Any:
     return lambda config, _: config.get("transformer_layer_config", config).update(changes)
 
@@ -173,7 +192,6 @@ def set_tensor(name: str, tensor: Tensor) -> Any:
 
 
 REFUSED = {
-    "normed residual": ("nested", set_top(norm_before_residual=True), "norm_before_residual is true"),
     "unsaid residual": ("nested", lambda c, _: c.pop("norm_before_residual"), "does not say norm_before_residual"),
     "norm before fc": ("flat", set_top(norm_before_fc=True), "norm_before_fc is true"),
     "normed levels": ("nested", set_top(fc_norm=True), "fc_norm is true"),

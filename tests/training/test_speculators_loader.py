@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,11 @@ from selfspec.training.unrolled import unroll
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = Path(os.environ.get("SPECULATORS_PYTHON", ROOT / ".venv-speculators" / "bin" / "python"))
 LENGTH = 128  # the package's block masks come in blocks of it
-CASES = {
-    "reduced": ("llama", len(RANKED)),
-    "full": ("llama", None),
-    "heads wider than the model": ("qwen3", len(RANKED)),
+CASES = {  # family of the target, draft vocabulary, norm_before_residual
+    "reduced": ("llama", len(RANKED), False),
+    "full": ("llama", None, False),
+    "heads wider than the model": ("qwen3", len(RANKED), False),
+    "normed residual": ("llama", len(RANKED), True),
 }
 
 pytestmark = [
@@ -38,7 +40,7 @@ pytestmark = [
 ]
 
 
-def export(folder: Path, family: str, d_vocab: int | None) -> tuple[Target, Eagle3Trainee]:
+def export(folder: Path, family: str, d_vocab: int | None, normed: bool) -> tuple[Target, Eagle3Trainee]:
     """A draft and its export, with a target as it lies on disk, where the loader looks for it."""
     made = small_target(family).hf_model
     embedding = made.get_input_embeddings().weight
@@ -46,6 +48,8 @@ def export(folder: Path, family: str, d_vocab: int | None) -> tuple[Target, Eagl
     made.save_pretrained(folder / "verifier")
     target = wrap_target(made, None, "verifier")
     trainee = eagle3_draft(target, folder / "draft", d_vocab)
+    trainee.head.shape = replace(trainee.head.shape, norm_before_residual=normed)  # no option of training
+    trainee.save(folder / "draft")
     export_draft(target, str(folder / "draft"), "speculators", str(folder / "out"), str(folder / "verifier"))
     generator = torch.Generator().manual_seed(1)
     features_TF = torch.randn(LENGTH, 3 * target.width, generator=generator)

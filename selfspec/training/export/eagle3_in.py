@@ -6,7 +6,7 @@ and four flags about norms. Each is read, and what our head does not do is refus
 - layers: `eagle_aux_hidden_state_layer_ids` at the top level counts the state entering a layer, as ours;
   `eagle_config`'s counts the one leaving it, so ours plus one; without either it is (2, L/2, L−3), entering;
 - norm_before_residual: `speculators` and vLLM disagree on its default, so a nested configuration must say it; the flat
-  layout's authors never normalise;
+  layout means false where it is silent;
 - vocabulary: draft token i is target token i + d2t[i]; `t2d`, if there, has to say the same.
 
 An embedding of its own is accepted where it equals the target's (checkpoints often carry a copy).
@@ -27,7 +27,6 @@ from selfspec.training.export.eagle3_out import check_embedding
 from selfspec.training.export.folders import Folder, check_tensors
 
 NOT_OURS = {  # flag -> what our head does instead
-    "norm_before_residual": "adds the features before their norm",
     "norm_before_fc": "joins the features as they are",
     "fc_norm": "joins the features as they are",
     "norm_output": "feeds back the layer's output before the norm",
@@ -95,7 +94,7 @@ def _check_flags(source: Folder, layer: dict[str, Any], nested: bool) -> None:
         raise _error(
             source,
             "config.json does not say norm_before_residual, whose default is not the same everywhere. Ask its authors, "
-            "and add it (our head runs false)",
+            "and add it",
         )
     for flag, instead in NOT_OURS.items():
         if source.config.get(flag) or layer.get(flag):
@@ -144,6 +143,7 @@ def _shape(source: Folder, layer: dict[str, Any], target: Target, tensors: dict[
             rope_theta=float(_rope(layer).get("rope_theta", layer.get("rope_theta", 10000.0))),
             norm_eps=float(layer["rms_norm_eps"]),
             d_vocab=rows,
+            norm_before_residual=bool(source.config.get("norm_before_residual", False)),
         )
     except KeyError as error:
         raise _error(source, f"config.json does not say {error.args[0]}") from error

@@ -9,8 +9,9 @@ Two layouts. `speculators`: a nested configuration and tensors named as ours; `m
   draft ids ascend: the head's rows are put in that order. Without a reduced vocabulary both are left out.
 - Embedding. It is the target's, and servers share theirs. Only `speculators` gets a copy: its loader (0.9.0) takes the
   target's where the draft's holds NaN, and one that the folder lacks holds whatever memory held before.
-- The residual is the features before their norm, `fc` reads them unnormalised, and the next step reads the layer's
-  output before the last norm: norm_before_residual, norm_before_fc, fc_norm and norm_output are all false.
+- The residual is the features before their norm (in imported drafts it may be the normed ones: norm_before_residual),
+  `fc` reads them unnormalised (norm_before_fc, fc_norm: false), and the next step reads the layer's output before the
+  last norm (norm_output: false).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from selfspec.target import Target
 from selfspec.training.export.folders import new_folder, write_into
 
 SPECULATORS_VERSION = "0.9.0"  # the version whose loader this was checked with
-FLAGS = {"norm_before_residual": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+FLAGS = {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
 
 
 def export_speculators(draft_path: str | Path, target: Target, verifier: str, out: str | Path) -> None:
@@ -50,6 +51,7 @@ def export_speculators(draft_path: str | Path, target: Target, verifier: str, ou
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": layers,
         "embed_requires_grad": False,
+        "norm_before_residual": shape.norm_before_residual,
         **FLAGS,
         "speculators_config": {
             "algorithm": "eagle3",
@@ -82,6 +84,7 @@ def export_midlayer(draft_path: str | Path, target: Target, verifier: str, out: 
     layers = _feature_layers(draft, target, first=1)
     config = {
         **_llama(shape, target),
+        "norm_before_residual": shape.norm_before_residual,
         **FLAGS,
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": shape.d_vocab,
