@@ -185,7 +185,7 @@ def test_trials_run_on_a_ray_cluster(tmp_path: Path):
     pytest.importorskip("ray")
     space = sweep_file(tmp_path, [1, 9, 2])
     began = time.monotonic()
-    more = ("executor=ray", "at_once=2", "fixed=[measure.timed=false]")
+    more = ("executor=ray", "at_once=2", 'fixed=["measure.timed=false"]')
     done = subprocess.run(
         command(space, tmp_path, *more), env=environment(), capture_output=True, text=True, cwd=tmp_path, timeout=900
     )
