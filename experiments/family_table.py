@@ -9,14 +9,18 @@ one query and for K+1, after a rollback, before, across and beyond a sliding win
 `model.generate` for every drafter and K, rows of unequal length. Exits with 1 if a cell fails. About a minute.
 
 `--bfloat16`: greedy tokens only, in half precision, where sums in another order break ties another way. Every output
-that differs from `generate`'s is classified as `selfspec.measure.divergence` does it: a near tie, or an error.
+that differs from `generate`'s is classified as `selfspec.measure.divergence` does it: a near tie, or not. Tiny models
+with wide random weights round more coarsely than that allows for, so what is left is held against the rounding of this
+very model: an error is a gap that is larger than what bfloat16 moves the logits of that position away from float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -86,8 +90,11 @@ def row(name: str) -> tuple[list[str], bool]:
 
 
 def divergences(name: str) -> list[Divergence]:
-    """Of every output in bfloat16, from what `generate` gives for the same prompt: our own AR, drafters, K."""
+    """Of every output in bfloat16, from what `generate` gives for the same prompt: our own AR, drafters, K. One more
+    kind: `rounding`.
+    """
     target = wrap_target(tiny_models.tiny_model(name, dtype=torch.bfloat16))
+    exact = copy.deepcopy(target.hf_model).float()
     prompts = [tiny_models.prompt_ids(length, seed=length) for length in checks.PROMPT_LENGTHS]
     expected = [target.hf_generate(ids, checks.NEW_TOKENS, Sampling()).token_ids for ids in prompts]
 
@@ -108,18 +115,37 @@ def divergences(name: str) -> list[Divergence]:
                 max_batch_rows=2,
             )
             for output, ids, reference in zip(outputs, prompts, expected, strict=True):
-                found.append(classify(output.token_ids, reference, ids, next_scores, TOLERANCE["bfloat16"]))
+                one = classify(output.token_ids, reference, ids, next_scores, TOLERANCE["bfloat16"])
+                if one.kind == "mismatch" and one.first is not None:
+                    prefix, tokens = (
+                        [*ids, *reference[: one.first]],
+                        [output.token_ids[one.first], reference[one.first]],
+                    )
+                    scores, truth = next_scores(prefix).float(), checks.full_forward(exact, prefix)[-1]
+                    moved = (scores - truth).abs().max()  # two logits may move towards each other
+                    if scores.max() - scores[tokens].min() <= 2 * moved:
+                        one = replace(one, kind="rounding")
+                found.append(one)
     return found
 
 
 def bfloat16_table() -> tuple[str, bool]:
     """Per family how many outputs are those of `generate`, and what the others are."""
-    lines, wrong = ["family | outputs | identical | near ties | errors | largest top-2 margin", "--- | " * 5 + "---"], 0
+    lines, wrong = (
+        [
+            "family | outputs | identical | near ties | within rounding | errors | largest top-2 margin",
+            "--- | " * 6 + "---",
+        ],
+        0,
+    )
     for name in TINY:
         found = divergences(name)
         kinds = [one.kind for one in found]
         margin = max((one.top2_margin for one in found if one.top2_margin is not None), default=None)
-        counts = [str(len(found)), *(str(kinds.count(kind)) for kind in ("identical", "near_tie", "mismatch"))]
+        counts = [
+            str(len(found)),
+            *(str(kinds.count(kind)) for kind in ("identical", "near_tie", "rounding", "mismatch")),
+        ]
         lines.append(" | ".join([name, *counts, "" if margin is None else f"{margin:.3f}"]))
         wrong += kinds.count("mismatch")
         print(lines[-1], file=sys.stderr, flush=True)
@@ -127,7 +153,8 @@ def bfloat16_table() -> tuple[str, bool]:
         f"transformers {version('transformers')}, torch {torch.__version__}, CPU, bfloat16, tiny random models. Greedy "
         f"tokens of {', '.join(checks.DRAFTERS)} with K = 1 and {checks.NUM_DRAFTED} against `model.generate`, "
         f"{checks.NEW_TOKENS} new ones. Near tie: at the first token that differs, both lie within "
-        f"{TOLERANCE['bfloat16']:g} of the largest |logit| below the best. Made with "
+        f"{TOLERANCE['bfloat16']:g} of the largest |logit| below the best. Within rounding: not so, but the gap is at "
+        "most twice what bfloat16 moves a logit of that position away from float32. Made with "
         "`python experiments/family_table.py --bfloat16`."
     )
     return "\n".join(["# Families in bfloat16", "", caption, "", *(f"| {line} |" for line in lines), ""]), wrong == 0
