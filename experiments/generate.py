@@ -19,6 +19,7 @@ from rich.text import Text
 import selfspec
 from selfspec.config import WatchConfig, resolve
 from selfspec.measure.bench import drafter_of, lookahead_of, settings_from
+from selfspec.measure.tracing import piece
 from selfspec.run import entry_point, settle_runtime
 
 ACCEPTED, REJECTED, OWN = "green", "strike red", "bold"
@@ -48,13 +49,7 @@ class Watcher:
             self.token_ids.append(token_id)
 
     def piece(self, before: Sequence[int], token_id: int, style: str) -> Text:
-        """What a token adds to the text so far; nothing yet if it is only a part of a character."""
-        text = self.decode([*self.token_ids, *before])
-        longer = self.decode([*self.token_ids, *before, token_id])
-        return Text("" if longer.endswith("\ufffd") else longer[len(text.rstrip("\ufffd")) :], style=style)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Text(piece(self.tokenizer, [*self.token_ids, *before], token_id), style=style)
 
 
 @entry_point("generate")

@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from selfspec.config import CompareConfig, WatchConfig, conf_dir, conf_names, load_conf, resolve
+from selfspec.drafters.registry import TRAINED
 
 PRIMARIES = sorted(path.stem for path in conf_dir().glob("*.yaml"))
 NO_GROUPS = {"sweep", "hydra"}  # files for `wandb sweep` and experiments/study.py; Hydra's own groups
@@ -29,6 +30,8 @@ NEEDED = {
     ("target", "gguf"): ["target.path=model.gguf"],
     ("drafter", "early_exit"): ["drafter.exit_layer=2"],
     ("drafter", "independent"): ["drafter.model=some/folder"],
+    ("drafter", "hybrid"): ["drafter.learned={kind: ngram}"],
+    **{("drafter", kind): ["drafter.checkpoint=some/folder"] for kind in TRAINED},
     ("prompts", "jsonl"): ["prompts.path=prompts.jsonl"],
     ("prompts", "spec_bench"): ["prompts.path=question.jsonl"],
 }

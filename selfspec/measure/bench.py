@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.config import CompareConfig, GenerateConfig, conf_dir
+from selfspec.decoding.decoder import lookahead_for
 from selfspec.drafters import Drafter, build_drafter
 from selfspec.drafters.base import Limited
 from selfspec.lookahead import Lookahead, build_lookahead
@@ -73,6 +74,7 @@ def assemble(config: CompareConfig) -> Bench:
             drafter = drafter_of(options, target)
         if isinstance(drafter, Limited):
             drafter.check_capacity(longest + config.max_new_tokens)  # before a run directory is there
+        lookahead_for(drafter, lookaheads[label])  # more than it can draft is refused
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)
@@ -110,7 +112,15 @@ def lookahead_of(options: Mapping[str, Any], config: GenerateConfig) -> Lookahea
 
 def drafter_of(options: Mapping[str, Any], target: Target) -> Drafter:
     """A drafter from its config. A path that exists only relative to the clone is taken from there."""
-    return build_drafter({**options, **{name: in_clone(options[name]) for name in PATHS if name in options}}, target)
+    return build_drafter(paths_in_clone(options), target)
+
+
+def paths_in_clone(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with such paths replaced, also in those of a draft inside a draft (hybrid)."""
+    return {
+        name: paths_in_clone(value) if isinstance(value, Mapping) else in_clone(value) if name in PATHS else value
+        for name, value in options.items()
+    }
 
 
 def in_clone(path: Any) -> Any:

@@ -26,7 +26,7 @@ HEADER = [
     "S\nsimple",
     "S\nmodel",
     "α",
-    "break-\neven α",
+    "break-even\nα",
 ]
 
 
