@@ -95,5 +95,5 @@ def test_speculators_own_loader_computes_our_logits(tmp_path: Path):
             for j, logits_TV in enumerate(ours)
         ]
         print(f"{name}: largest difference over largest logit, by step: {differences}; {facts}")
-        assert max(differences) < 1e-5
+        assert max(differences) < 1e-4  # float32 rounding grows from step to step; a fault is of the order of one
         assert float((ours[1] - ours[0]).abs().max()) > 0.1  # or agreeing on all steps would say little
