@@ -4,8 +4,9 @@ Alignment and unrolled steps are EAGLE-3's (`selfspec.training.unrolled`): posit
 of p, then the module's own output, and the token p+1+j; it is labelled with the target's distribution after that token.
 The output matrix is the target's, frozen, whole or reduced.
 
-Start: with init=target the layer is a copy of the target's last one and the norm of its final norm; `eh_proj` selects
-the hidden state, and its half that reads the embedding begins small. The layer is copied in shape in any case.
+Start: matrices at random. With init=target the layer begins as the target's last one; `eh_proj` selects the hidden
+state, and its half that reads the embedding begins small: this trains worse (experiments/LOG.md), presumably since the
+module then begins as a prediction of the token that it is given. Norms and shapes are the target's either way.
 
 Checkpoint: config.json (which layer was copied, the target's fingerprint) and model.safetensors: `eh_proj`, `enorm`,
 `hnorm`, `layer.*` in the family's own names, `norm`, and `token_ids` of a reduced vocabulary.
@@ -51,7 +52,7 @@ class MtpOptions:
 
     num_steps: int = 3
     decay: float = 0.8
-    init: str = "target"  # or random
+    init: str = "random"  # or target
     draft_vocab: str | None = None
     d_vocab: int | None = None
     seed: int = 0
