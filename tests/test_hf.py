@@ -275,6 +275,8 @@ REFUSALS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted(REFUSALS))
 def test_what_cannot_be_honoured_is_refused_by_name(name):
+    if "offloaded" in name and torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("transformers asks a CUDA build for a stream before it asks us")
     with pytest.raises(UserError, match=name.strip()):
         ours(**REFUSALS[name]())
 
