@@ -76,7 +76,7 @@ class Outputs:
         """own: one output matrix for each head; none: the target's, in one product for all heads that are asked."""
         self.token_ids, self.vocab_size = token_ids, target.vocab_size
         self.own = [packed(matrix) for matrix in own]
-        self.tied = target.unembed if token_ids is None else target.reduced_unembed(token_ids)
+        self.tied = target.unembed if token_ids is None or own else target.reduced_unembed(token_ids)
 
     def __call__(self, hidden_BKM: Tensor, first: int = 0) -> Tensor:
         """Logits `[B, K, V]` of heads `first`, `first` + 1, ..."""
