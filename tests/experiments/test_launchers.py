@@ -31,6 +31,7 @@ def multirun(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_jobs_that_share_a_machine_run_untimed_and_the_table_says_so(name: str, tmp_path: Path):
     module, launcher = LAUNCHERS[name]

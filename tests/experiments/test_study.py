@@ -58,6 +58,7 @@ def trials_in(out: Path, name: str = "layers") -> list[Any]:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{out / 'studies' / name}.sqlite").get_trials()
 
 
+@pytest.mark.slow
 def test_kill_9_loses_no_trial_and_measures_none_twice(tmp_path: Path):
     """A bad trial is among them: it is told, and does not end the search."""
     space = sweep_file(tmp_path, [1, 9, 2, 3])
@@ -180,6 +181,7 @@ command: ["${program}", "${args_no_hyphens}"]
 """
 
 
+@pytest.mark.slow
 def test_trials_run_on_a_ray_cluster(tmp_path: Path):
     """A cluster of this machine, really started; skipped where Ray is not installed, as after a plain `make test`."""
     pytest.importorskip("ray")

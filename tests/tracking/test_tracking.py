@@ -502,6 +502,7 @@ def test_flatten_joins_names_and_drops_nothing_but_none():
     assert flatten({"a": {"b": [1, {"c": 2}], "d": None}, "e": "x"}) == {"a/b/0": 1, "a/b/1/c": 2, "e": "x"}
 
 
+@pytest.mark.slow
 def test_a_measured_run_is_mirrored_round_by_round_with_its_files(tmp_path: Path):
     """The main job with `tracking=wandb_offline`: what W&B shows is what the run directory holds."""
     code = "from hydra import compose, initialize_config_dir\nfrom selfspec.config import conf_dir\n"
