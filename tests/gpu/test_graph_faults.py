@@ -23,6 +23,7 @@ from selfspec import Decoder
 from selfspec.decoding import graphs
 from selfspec.decoding.capture import NotCapturable
 from selfspec.decoding.stopwatch import Stopwatch
+from selfspec.lookahead import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -59,9 +60,9 @@ def test_an_exception_while_capturing_leaves_the_rows_as_they_were(target, draft
     before = state_of(rows)
     rounds = graphs.choose_rounds(drafter, rows, sampler_of("greedy", target), "whole")
     with pytest.raises(ZeroDivisionError):
-        rounds(3, Stopwatch(target.device))
+        rounds(Plan(3), Stopwatch(target.device))
     assert state_of(rows) == before
-    rounds(3, Stopwatch(target.device))()
+    rounds(Plan(3), Stopwatch(target.device))()
     assert rows.lengths_B.tolist() > before[0]
 
 

@@ -163,9 +163,9 @@ def test_an_exception_while_recording_leaves_the_rows_as_they_were(tapes):
     before = state_of(rows)
     rounds = graphs.GraphedRounds(drafter, rows, sampler_of("greedy", TARGET), whole=True, recorder=TapeRecorder("cpu"))
     with pytest.raises(ZeroDivisionError):
-        rounds(3, Stopwatch(TARGET.device))
+        rounds(Plan(3), Stopwatch(TARGET.device))
     assert state_of(rows) == before
-    rounds(3, Stopwatch(TARGET.device))()
+    rounds(Plan(3), Stopwatch(TARGET.device))()
     assert rows.lengths_B.tolist() > before[0]
 
 
