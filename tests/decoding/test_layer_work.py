@@ -76,8 +76,8 @@ def test_the_counter_notices_a_draft_that_does_not_share():
     drafter = build_drafter("early_exit", target, exit_layer=EXIT)
     propose = drafter.propose
 
-    def forgetful(rows, num_drafted, sampler):
-        draft = propose(rows, num_drafted, sampler)
+    def forgetful(rows, drafting):
+        draft = propose(rows, drafting)
         draft.hidden_BTM, draft.first_layer = None, 0
         return draft
 

@@ -143,7 +143,7 @@ def q_before_transforms(patch: Patch) -> None:
     draw_token = Sampler.draw
 
     def faulty(self, rows, step, logits_BV):
-        return draw_token(self, rows, step, logits_BV)[0], probabilities(logits_BV)
+        return replace(draw_token(self, rows, step, logits_BV), q_BV=probabilities(logits_BV))
 
     patch.setattr(Sampler, "draw", faulty)
 
@@ -209,8 +209,8 @@ def acceptance_conditioned_on_the_stop(patch: Patch) -> None:
     """The draft ends before the first token that was unlikely under q: it withdraws what it has drawn."""
     propose = EarlyExit.propose
 
-    def faulty(self, rows, num_drafted, sampler):
-        draft = propose(self, rows, num_drafted, sampler)
+    def faulty(self, rows, drafting):
+        draft = propose(self, rows, drafting)
         likely_BK = draft.q_BKV.gather(-1, draft.tokens_BK[..., None])[..., 0] > 0.4
         return replace(draft, num_drafted_B=likely_BK.long().cumprod(1).sum(1))
 

@@ -28,7 +28,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "independent": dict(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1),
     "exit_adapter": dict(exit_layer=3),
 }
-LOOKS_BACK = {"medusa": 2}  # its heads leave out the token that the target itself has just added
+# Medusa's heads leave out the token that the target itself has just added; Hydra's weights for it begin at 0
+LOOKS_BACK = {"medusa": 2, "hydra": 2}
 KINDS = sorted(trainees())
 
 
@@ -60,7 +61,8 @@ def predictions(target: Target, trainee: Trainee, token_ids: list[int]) -> list[
     seen: list[dict[int, Tensor]] = []
 
     def objective(hidden: Tensor, head: Tensor, ids: Tensor, logp: Tensor, weight: Tensor) -> Tensor:
-        rows = zip(ids[:, 0].tolist(), weight.tolist(), hidden.detach(), strict=True)
+        # backwards, so that of several heads judged together the first one's state stays
+        rows = reversed(list(zip(ids[:, 0].tolist(), weight.tolist(), hidden.detach(), strict=True)))
         seen.append({label - 50: state for label, counts, state in rows if counts and 50 <= label < 100})
         return hidden.sum()
 

@@ -22,6 +22,8 @@ def build_rule(acceptance: str | Rule, sampling: Sampling) -> Rule:
     Raises UserError on an unknown name, and on "greedy" when sampling, which would not keep p.
     """
     if not isinstance(acceptance, str):
+        if not callable(getattr(acceptance, "accept", None)):
+            raise UserError(f"acceptance={acceptance!r} is neither a name nor an acceptance rule.")
         return acceptance  # the caller's own
     if acceptance not in ("auto", "greedy", *SAMPLED_RULES):
         raise UserError(f"acceptance={acceptance!r} is not one of auto, greedy, {', '.join(SAMPLED_RULES)}.")
