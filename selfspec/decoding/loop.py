@@ -75,7 +75,7 @@ def run_requests(
     running, outputs = dict[int, Running](), dict[int, Output]()
     stopping = lookahead if isinstance(lookahead, Stopping) else None
     if stopping is not None:
-        stopping.start(rows.num_rows, rows.device)
+        stopping.start(rows.device)
     rounds = choose_rounds(drafter, rows, sampler, mode, stopping)
     stopwatch = Stopwatch(rows.device, wait=rounds.lag == 0)
     in_flight: deque[tuple[Read, Plan, dict[int, Running]]] = deque()

@@ -89,12 +89,13 @@ def settle(
         alpha_B2 = sampler.alpha(draft, logits_BTV, verdict)
     else:
         draft, verdict, alpha_B2, features_BTF = as_chain(rows, draft, logits_BTV, features_BTF, sampler)
-    seen = rows.seen(draft, verdict) if features_BTF is not None else None
-    report = rows.commit(draft, verdict, alpha_B2)  # lengths move; nothing is copied
-    if seen is not None and isinstance(drafter, ReadsFeatures):
-        stopwatch.mark("other")
-        drafter.refresh(rows, replace(rows.named(seen), features_BTF=features_BTF))
-        stopwatch.mark("draft")
+    if features_BTF is None or not isinstance(drafter, ReadsFeatures):
+        return rows.commit(draft, verdict, alpha_B2)  # lengths move; nothing is copied
+    verified_BT = rows.positions(0, draft.tokens_BK.shape[1] + 1)
+    report = rows.commit(draft, verdict, alpha_B2)
+    stopwatch.mark("other")
+    drafter.refresh(rows, rows.seen(verified_BT, verdict.num_accepted_B, features_BTF))
+    stopwatch.mark("draft")
     return report
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,21 +206,13 @@ class Rows:
         """The token ids at `positions(first, width)`, committed or tentative."""
         return self.tokens_BS.gather(1, (self.lengths_B[:, None] + first + self._steps_S[:width]).clamp(min=0))
 
-    def seen(self, draft: Draft, verdict: Verdict) -> Seen:
-        """What a round has verified, to be asked before it is committed."""
-        width = draft.tokens_BK.shape[1] + 1
-        positions_BT, token_ids_BT = self.positions(0, width), self.window(0, width)
-        # which tokens they are, and what follows, is known once it is committed: `named`
-        return Seen(
-            slice(None), positions_BT, token_ids_BT, token_ids_BT, verdict.num_accepted_B, self.extent(0, width)
-        )
-
-    def named(self, seen: Seen) -> Seen:
-        """After the commit: which tokens stand at these positions, and what follows each."""
-        last = self.tokens_BS.shape[1] - 1
-        token_ids_BT = self.tokens_BS.gather(1, seen.positions_BT.clamp(min=0))
-        next_ids_BT = self.tokens_BS.gather(1, (seen.positions_BT + 1).clamp(max=last))
-        return replace(seen, token_ids_BT=token_ids_BT, next_ids_BT=next_ids_BT)
+    def seen(self, positions_BT: Tensor, last_B: Tensor, features_BTF: Tensor) -> Seen:
+        """What a round has verified at these positions, asked after its commit: the tokens there, and what follows."""
+        last_slot = self.tokens_BS.shape[1] - 1
+        token_ids_BT = self.tokens_BS.gather(1, positions_BT.clamp(min=0))
+        next_ids_BT = self.tokens_BS.gather(1, (positions_BT + 1).clamp(max=last_slot))
+        extent = self.extent(0, positions_BT.shape[1])  # the host's lengths are still those before the commit
+        return Seen(slice(None), positions_BT, token_ids_BT, next_ids_BT, last_B, extent, features_BTF)
 
     def prompt_passes(self, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Seen]]:
         """Tokens [start, end) of one row in chunks of `width`: a pass over the shared cache, and what it runs.

@@ -10,6 +10,7 @@ Shape letters: B rows, n nodes of one level, N nodes of the tree, C most childre
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -123,14 +124,9 @@ class Tables:
             self.seen_NN[node, list(path)] = True
 
 
-_TABLES: dict[tuple[TreeShape, torch.device], Tables] = {}
-
-
+@lru_cache(maxsize=64)
 def tables_of(shape: TreeShape, device: torch.device) -> Tables:
-    key = (shape, device)
-    if key not in _TABLES:
-        _TABLES[key] = Tables(shape, device)
-    return _TABLES[key]
+    return Tables(shape, device)
 
 
 def tree_block(rows: Rows, shape: TreeShape, nodes: slice, behind: int = 0) -> tuple[Tensor, TreeBlock]:

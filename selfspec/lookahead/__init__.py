@@ -68,8 +68,8 @@ class Observing(Protocol):
 class Stopping(Protocol):
     """A policy that ends a row's draft while it is being made. Drafts made so far are verified in any case."""
 
-    def start(self, num_rows: int, device: torch.device) -> None:
-        """Decoding begins on these rows: make what `goes_on` reads. Its addresses must stay."""
+    def start(self, device: torch.device) -> None:
+        """Decoding begins: make what `goes_on` reads on the device. Its addresses must stay."""
 
     def goes_on(self, logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, step: int) -> Tensor:
         """bool [B]: whether to draft another token after `token_B`, the one of `step`, drawn from these. On the device,

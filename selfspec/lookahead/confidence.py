@@ -44,6 +44,11 @@ class Threshold:
         return confidence_B >= self._on_device
 
 
+def confidence(logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor) -> Tensor:
+    """`[B]`: how likely the drawn token was under the draft."""
+    return draft_probabilities(logits_BV, q_BV).gather(1, token_B[:, None])[:, 0]
+
+
 @dataclass
 class Confidence:
     """threshold: a token less likely than this under the draft is its row's last. max_drafted: the longest draft."""
@@ -60,12 +65,11 @@ class Confidence:
     def choose(self) -> Plan:
         return Plan(self.max_drafted)
 
-    def start(self, num_rows: int, device: torch.device) -> None:
+    def start(self, device: torch.device) -> None:
         self._threshold.start(device)
 
     def goes_on(self, logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, step: int) -> Tensor:
-        probabilities_BV = draft_probabilities(logits_BV, q_BV)
-        return self._threshold.passed_by(probabilities_BV.gather(1, token_B[:, None])[:, 0])
+        return self._threshold.passed_by(confidence(logits_BV, q_BV, token_B))
 
 
 @dataclass
@@ -92,12 +96,11 @@ class AdaptiveThreshold:
     def choose(self) -> Plan:
         return Plan(self.max_drafted)
 
-    def start(self, num_rows: int, device: torch.device) -> None:
+    def start(self, device: torch.device) -> None:
         self._threshold.start(device)
 
     def goes_on(self, logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, step: int) -> Tensor:
-        probabilities_BV = draft_probabilities(logits_BV, q_BV)
-        return self._threshold.passed_by(probabilities_BV.gather(1, token_B[:, None])[:, 0])
+        return self._threshold.passed_by(confidence(logits_BV, q_BV, token_B))
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Rows of one round move the threshold together: their drafts are pooled."""

@@ -36,7 +36,7 @@ class Entropy:
     def choose(self) -> Plan:
         return Plan(self.max_drafted)
 
-    def start(self, num_rows: int, device: torch.device) -> None:
+    def start(self, device: torch.device) -> None:
         self._threshold.start(device)
 
     def goes_on(self, logits_BV: Tensor, q_BV: Tensor | None, token_B: Tensor, step: int) -> Tensor:

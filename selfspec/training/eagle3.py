@@ -14,26 +14,24 @@ target's in any case.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.drafters.eagle3_head import Eagle3Head, HeadShape
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.data import write_atomically
+from selfspec.training.draft_folder import write_draft
 from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
-from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import TRAINABLE, LayerRunner, reduced_head
+from selfspec.training.trainee import check_options
 from selfspec.training.unrolled import (
     ChainLoss,
     Step,
@@ -97,20 +95,13 @@ class Eagle3Trainee:
         return self._chain().validate(batches, greedy, self._steps)
 
     def save(self, folder: Path) -> None:
-        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
-        if self.token_ids is not None:
-            weights["token_ids"] = self.token_ids
         config = {
             "kind": "eagle3",
             "feature_layers": list(self.feature_layers),
             "shape": asdict(self.head.shape),
             "num_steps": self.options.num_steps,
-            "d_vocab": None if self.token_ids is None else len(self.token_ids),
-            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
         }
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
-        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+        write_draft(folder, config, self.module, self.token_ids, self.target)
 
     def _chain(self) -> ChainLoss:
         head, options = self.head, self.options
@@ -193,9 +184,7 @@ def begin_as_target(head: Eagle3Head, runner: LayerRunner, index: int) -> None:
 
 def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
     """UserError: unknown option, impossible layers or steps, a draft vocabulary of another target or without EOS."""
-    names = list(asdict(Eagle3Options()))
-    if unknown := sorted(set(options) - set(names)):
-        raise UserError(f"draft.{unknown[0]} is no option of eagle3. Allowed: {', '.join(names)}.")
+    check_options("eagle3", options, asdict(Eagle3Options()))
     typed = Eagle3Options(**options)
     layers = typed.feature_layers
     if layers is not None and (len(layers) != 3 or not all(0 <= layer <= target.num_layers for layer in layers)):

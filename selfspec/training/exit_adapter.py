@@ -11,25 +11,22 @@ Checkpoint: config.json (exit layer, which layer was copied, the target's finger
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.data import write_atomically
+from selfspec.training.draft_folder import write_draft
 from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
-from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss, restrict
 from selfspec.training.packed import LayerRunner, reduced_head
+from selfspec.training.trainee import check_options
 from selfspec.training.validating import validate_chain
 
 
@@ -63,19 +60,12 @@ class ExitAdapterTrainee:
         return validate_chain(batches, greedy, self._hidden, lambda h: h @ self.head_VM.T, self.place_V)
 
     def save(self, folder: Path) -> None:
-        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
-        if self.token_ids is not None:
-            weights["token_ids"] = self.token_ids
         config = {
             "kind": "exit_adapter",
             "exit_layer": self.shape.exit_layer,
             "copied_layer": self.copied_layer,
-            "d_vocab": None if self.token_ids is None else len(self.token_ids),
-            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
         }
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
-        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+        write_draft(folder, config, self.module, self.token_ids, self.target)
 
     def _hidden(self, batch: Batch) -> Tensor:
         assert batch.features_BTF is not None
@@ -87,9 +77,7 @@ class ExitAdapterTrainee:
 
 def build_exit_adapter(target: Target, options: dict[str, Any]) -> ExitAdapterTrainee:
     """UserError: unknown option, impossible exit layer, a draft vocabulary of another target or without EOS."""
-    names = list(asdict(ExitAdapterShape()))
-    if unknown := sorted(set(options) - set(names)):
-        raise UserError(f"draft.{unknown[0]} is no option of exit_adapter. Allowed: {', '.join(names)}.")
+    check_options("exit_adapter", options, asdict(ExitAdapterShape()))
     shape = ExitAdapterShape(**options)
     if not 1 <= shape.exit_layer < target.num_layers:
         raise UserError(

@@ -14,26 +14,24 @@ Shape letters: N supervised positions (of the round's first draft), K heads, M w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.drafters.heads import linears
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.data import write_atomically
+from selfspec.training.draft_folder import write_draft
 from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
-from selfspec.training.identity import target_identity
 from selfspec.training.losses import CHUNK, HeadLoss, acceptance, head_loss, restrict
 from selfspec.training.packed import reduced_head
+from selfspec.training.trainee import check_options
 
 
 @dataclass
@@ -139,21 +137,14 @@ class HeadsTrainee:
         return result
 
     def save(self, folder: Path) -> None:
-        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
-        if self.token_ids is not None:
-            weights["token_ids"] = self.token_ids
         config = {
             "kind": self.kind,
             "num_heads": self.options.num_heads,
             "num_blocks": self.options.num_blocks,
             "own_head": self.options.own_head,
             "prefix": self.prefix is not None,
-            "d_vocab": None if self.token_ids is None else len(self.token_ids),
-            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
         }
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
-        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+        write_draft(folder, config, self.module, self.token_ids, self.target)
 
     def _states(self, batch: Batch, starts: Starts) -> Tensor:
         assert batch.features_BTF is not None
@@ -182,8 +173,7 @@ def read_options(kind: str, target: Target, options: dict[str, Any]) -> tuple[He
     another target or without EOS, a target whose logits are more than a product with its output matrix.
     """
     names = [name for name in asdict(HeadOptions()) if kind == "hydra" or name != "prefix"]
-    if unknown := sorted(set(options) - set(names)):
-        raise UserError(f"draft.{unknown[0]} is no option of {kind}. Allowed: {', '.join(names)}.")
+    check_options(kind, options, names)
     typed = HeadOptions(**options)
     for name in ("num_heads", "num_blocks"):
         if getattr(typed, name) < 1:

@@ -26,6 +26,7 @@ from selfspec.training.data import write_atomically
 from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import HeadLoss, head_loss, restrict
+from selfspec.training.trainee import check_options
 from selfspec.training.validating import validate_chain
 
 
@@ -96,11 +97,7 @@ class IndependentTrainee:
 
 def build_independent(target: Target, options: dict[str, Any]) -> IndependentTrainee:
     """A fresh draft for `target`. Options are the fields of IndependentShape; UserError names an unknown one."""
-    unknown = sorted(set(options) - set(asdict(IndependentShape())))
-    if unknown:
-        raise UserError(
-            f"draft.{unknown[0]} is no option of independent. Allowed: {', '.join(asdict(IndependentShape()))}."
-        )
+    check_options("independent", options, asdict(IndependentShape()))
     shape = IndependentShape(**options)
     if shape.hidden_size % shape.num_heads or shape.num_heads % shape.num_kv_heads:
         raise UserError(

@@ -32,6 +32,7 @@ from selfspec.training.layerskip_folder import save_layerskip
 from selfspec.training.layerskip_stack import SkipStack
 from selfspec.training.layerskip_validation import describe, validate_exits
 from selfspec.training.losses import HeadLoss, head_loss, restrict
+from selfspec.training.trainee import check_options
 
 
 @dataclass
@@ -132,9 +133,7 @@ class LayerSkipTrainee:
 
 def build_layerskip(target: Target, options: dict[str, Any]) -> LayerSkipTrainee:
     """UserError: unknown option, impossible exits, rates or ranks, a model type that cannot be trained."""
-    names = list(asdict(LayerSkipOptions()))
-    if unknown := sorted(set(options) - set(names)):
-        raise UserError(f"draft.{unknown[0]} is no option of layerskip. {allowed(unknown[0], names)}")
+    check_options("layerskip", options, asdict(LayerSkipOptions()))
     chosen = LayerSkipOptions(**options)
     for name, layers in (
         ("exit_layer", [] if chosen.exit_layer is None else [chosen.exit_layer]),

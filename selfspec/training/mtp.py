@@ -14,26 +14,24 @@ Checkpoint: config.json (which layer was copied, the target's fingerprint) and m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from selfspec.drafters.mtp_module import MtpModule
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.data import write_atomically
+from selfspec.training.draft_folder import write_draft
 from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
-from selfspec.training.identity import target_identity
 from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import LayerRunner, reduced_head
+from selfspec.training.trainee import check_options
 from selfspec.training.unrolled import (
     ChainLoss,
     Step,
@@ -83,21 +81,14 @@ class MtpTrainee:
         return self._chain().validate(batches, greedy, self._steps)
 
     def save(self, folder: Path) -> None:
-        weights = {k: v.to(torch.bfloat16).contiguous() for k, v in self.module.state_dict().items()}
-        if self.token_ids is not None:
-            weights["token_ids"] = self.token_ids
         config = {
             "kind": "mtp",
             "feature_layer": self.feature_layers[0],
             "hidden": "before_final_norm",
             "copied_layer": self.copied_layer,
             "num_steps": self.options.num_steps,
-            "d_vocab": None if self.token_ids is None else len(self.token_ids),
-            "target": {k: v for k, v in target_identity(self.target).items() if k != "template"},
         }
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write_atomically(folder / "model.safetensors", lambda partial: save_file(weights, partial))
-        write_atomically(folder / "config.json", lambda partial: partial.write_text(text))
+        write_draft(folder, config, self.module, self.token_ids, self.target)
 
     @property
     def unrollable(self) -> UnrolledModule:
@@ -148,9 +139,7 @@ class UnrolledModule:
 
 def build_mtp(target: Target, options: dict[str, Any]) -> MtpTrainee:
     """UserError: unknown option, impossible steps, a draft vocabulary of another target or without EOS."""
-    names = list(asdict(MtpOptions()))
-    if unknown := sorted(set(options) - set(names)):
-        raise UserError(f"draft.{unknown[0]} is no option of mtp. Allowed: {', '.join(names)}.")
+    check_options("mtp", options, asdict(MtpOptions()))
     typed = MtpOptions(**options)
     if typed.init not in ("target", "random"):
         raise UserError(f"draft.init={typed.init!r} is unknown. Allowed: target, random.")

@@ -72,6 +72,13 @@ def trainees() -> dict[str, Callable[[Target, dict[str, Any]], Trainee]]:
     }
 
 
+def check_options(kind: str, given: Iterable[str], names: Iterable[str]) -> None:
+    """UserError for an option that a draft of this kind does not have."""
+    known = list(names)
+    if unknown := sorted(set(given) - set(known)):
+        raise UserError(f"draft.{unknown[0]} is no option of {kind}. {allowed(unknown[0], known)}")
+
+
 def build_trainee(kind: str, target: Target, options: dict[str, Any]) -> Trainee:
     """The draft to train, by drafter kind. UserError names the kinds that can be trained, or the unknown option."""
     table = trainees()

@@ -47,7 +47,7 @@ def test_the_heuristic_grows_by_two_after_full_acceptance_of_all_rows_and_shrink
 @pytest.mark.parametrize("sampled", [True, False], ids=["with_q", "greedy_without_q"])
 def test_confidence_looks_at_the_drawn_token(sampled):
     policy = Confidence(threshold=0.5)
-    policy.start(2, CPU)
+    policy.start(CPU)
     q_BV = torch.tensor([[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]])
     logits_BV = q_BV.log() + 7
     goes_on = policy.goes_on(logits_BV, q_BV if sampled else None, torch.tensor([0, 1]), 0)
@@ -56,19 +56,19 @@ def test_confidence_looks_at_the_drawn_token(sampled):
 
 def test_entropy_bounds_acceptance():
     policy = Entropy(threshold=0.5, gamma=0.2)
-    policy.start(2, CPU)
+    policy.start(CPU)
     q_BV = torch.tensor([[0.9, 0.1, 0.0], [1 / 3, 1 / 3, 1 / 3]])
     bounds = [1 - math.sqrt(0.2 * h) for h in (-(0.9 * math.log(0.9) + 0.1 * math.log(0.1)), math.log(3))]
     assert bounds[0] > 0.5 and bounds[1] > 0.5  # both go on at 0.5 ...
     assert policy.goes_on(q_BV.log(), q_BV, torch.tensor([0, 0]), 0).tolist() == [True, True]
     stricter = Entropy(threshold=sum(bounds) / 2, gamma=0.2)  # ... one of them between their bounds
-    stricter.start(2, CPU)
+    stricter.start(CPU)
     assert stricter.goes_on(q_BV.log(), None, torch.tensor([0, 0]), 0).tolist() == [True, False]
 
 
 def test_the_adaptive_threshold_follows_the_published_update_and_keeps_its_address():
     policy = AdaptiveThreshold(threshold=0.6, max_drafted=4)
-    policy.start(1, CPU)
+    policy.start(CPU)
     address = policy._threshold._on_device.data_ptr()
     rate, threshold = 0.9, 0.6
     for drafted, accepted in [(4, 4), (4, 0), (3, 3), (2, 2), (1, 1), (1, 1), (1, 1), (4, 4)]:
@@ -79,7 +79,7 @@ def test_the_adaptive_threshold_follows_the_published_update_and_keeps_its_addre
         assert policy._threshold.value == pytest.approx(threshold)
         assert float(policy._threshold._on_device) == pytest.approx(threshold)
     assert policy._threshold._on_device.data_ptr() == address
-    policy.start(5, CPU)  # a further call
+    policy.start(CPU)  # a further call
     assert policy._threshold._on_device.data_ptr() == address and policy._threshold.value == pytest.approx(threshold)
 
 
