@@ -8,9 +8,9 @@ import functools
 
 import pytest
 import torch
+from crafted_drafters import AlwaysWrong
 
 from selfspec import Decoder, Sampling, build_drafter, decode, wrap_target
-from selfspec.drafters import Draft
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
 
 NEW_TOKENS = 24
@@ -27,24 +27,6 @@ def generated(family, length):
     ids = torch.tensor([prompt_ids(length, seed=length)])
     out = target_of(family).hf_model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
     return out[0, length:].tolist()
-
-
-class AlwaysWrong:
-    """Drafts token 0 unless token 0 would be right: nothing is ever accepted."""
-
-    name, max_drafted = "always_wrong", None
-
-    def start(self, rows):
-        pass
-
-    def prefill(self, rows, seen):
-        pass
-
-    def propose(self, rows, drafting):
-        num_drafted = drafting.plan.num_drafted
-        tokens = torch.zeros(rows.num_rows, num_drafted, dtype=torch.int64)
-        rows.propose(0, tokens)
-        return Draft(tokens, torch.full_like(rows.lengths_B, num_drafted))
 
 
 DRAFTERS = {

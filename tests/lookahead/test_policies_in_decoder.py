@@ -5,31 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
+from crafted_drafters import AlwaysWrong
 
 from selfspec import Decoder, Sampling, UserError, build_drafter, decode, wrap_target
-from selfspec.drafters.base import Draft
 from selfspec.lookahead import POLICIES, Plan, build_lookahead
 from tiny_models import prompt_ids, tiny_llama
 
 TARGET = wrap_target(tiny_llama())
 PROMPTS = [prompt_ids(length, seed=length) for length in (1, 9, 70, 5)]
-
-
-class AlwaysWrong:
-    name, max_drafted = "always_wrong", None
-
-    def start(self, rows):
-        rows.draft_state = None
-
-    def prefill(self, rows, seen):
-        pass
-
-    def propose(self, rows, drafting):
-        num_drafted = drafting.plan.num_drafted
-        tokens = torch.zeros(rows.num_rows, num_drafted, dtype=torch.int64)
-        rows.propose(0, tokens)
-        return Draft(tokens, torch.full_like(rows.lengths_B, num_drafted))
 
 
 DRAFTERS = {
