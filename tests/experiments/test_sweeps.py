@@ -16,6 +16,7 @@ from selfspec.config import CompareConfig, conf_dir, conf_names, resolve
 from selfspec.errors import UserError
 from selfspec.sweep import Choice, Range, load_space, space_of
 from selfspec.training.config import TrainJobConfig, resolve_job
+from selfspec.training.evaluate import Validation
 
 SWEEPS = conf_names("sweep")
 
@@ -163,3 +164,9 @@ def test_a_space_that_is_not_there_names_those_that_are():
         load_space("bays")
     with pytest.raises(UserError, match="Could not read nowhere.yaml"):
         load_space("nowhere.yaml")
+
+
+def test_sweeps_of_training_go_by_what_training_reports():
+    programs = {name: content_of(name) for name in SWEEPS}
+    metrics = [c["metric"]["name"] for c in programs.values() if c["program"] == "experiments/train.py"]
+    assert metrics and set(metrics) <= set(Validation(lookahead=3).summary())
