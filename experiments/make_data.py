@@ -34,7 +34,7 @@ def observe(target: Target, folder: str, layers: list[int]) -> None:
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
     num_kept = TrainConfig().num_kept
-    observe_data(target, folder, load_dataset(folder), identity, layers, num_kept=num_kept)
+    observe_data(target, load_dataset(folder), identity, layers, num_kept=num_kept)
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="make_data")
@@ -43,12 +43,14 @@ def main(composed: DictConfig) -> None:
         job = resolve_job(MakeDataConfig, composed)
         if job.runtime.num_threads:
             torch.set_num_threads(job.runtime.num_threads)
-        prompts = job.prompts()
         target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
+        prompts = job.prompts(target.tokenizer)
         manifest = make_data(target, job.data, job.out, prompts, report)
         if job.observe_layers:
             observe(target, job.out, job.observe_layers)
-        covered = count_draft_vocab(target, job.out, Path(job.draft_vocab)) if job.draft_vocab else {}
+        covered = {}
+        if job.draft_vocab:
+            covered = count_draft_vocab(target, [job.out, *job.draft_vocab_data], Path(job.draft_vocab))
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{job.out}: {manifest['totals']}")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from selfspec.training.data import write_atomically
+from selfspec.training.data import Dataset, write_atomically
 from selfspec.training.trainer import LOG
 
 SUMMARY = "training.json"
@@ -20,7 +20,7 @@ def write_card(
     folder: Path,
     module: nn.Module,
     what: dict[str, Any],
-    manifest: dict[str, Any],
+    dataset: Dataset,
     summary: dict[str, Any],
     command: str,
     notes: Sequence[str] = (),
@@ -28,7 +28,6 @@ def write_card(
     """README.md for people (`notes` at its end), training.json for programs (the tokenizer is the target's, named there
     by its template).
     """
-    totals = manifest["totals"]
     log = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
     parameters = sum(parameter.numel() for parameter in module.parameters())
     facts = {
@@ -36,8 +35,9 @@ def write_card(
         "command": command,
         "parameters": parameters,
         "bytes": sum(path.stat().st_size for path in folder.glob("*model*.safetensors")),
-        "train_samples": totals["train_samples"],
-        "train_answer_tokens": totals["train_answer_tokens"],
+        "train_samples": dataset.total("train_samples"),
+        "train_answer_tokens": dataset.total("train_answer_tokens"),
+        "data": {folder.name: _part(manifest) for folder, manifest in dataset.manifests.items()},
         "epochs": max((record["epoch"] for record in log if "epoch" in record), default=0) + 1,
         "torch": torch.__version__,
         "held_out": summary,
@@ -64,8 +64,9 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             facts["command"],
             "```",
             "",
-            f"Data: {facts['train_samples']:,} chats, {facts['train_answer_tokens']:,} answer tokens, prompts and "
-            f"answers written by the target (manifest sha256 `{facts['data_manifest_sha256']}`); "
+            f"Data: {facts['train_samples']:,} chats, {facts['train_answer_tokens']:,} answer tokens written by the "
+            f"target ({'; '.join(f'{name}: {part}' for name, part in facts['data'].items())}; "
+            f"sha256 of the manifest `{facts['data_manifest_sha256']}`); "
             f"{facts['epochs']} epochs, {log[-1]['step']} steps; these are the weights of step "
             f"{held_out['kept_step']}.",
             "",
@@ -92,6 +93,13 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             *[""][: len(notes)],
         ]
     )
+
+
+def _part(manifest: dict[str, Any]) -> str:
+    """Where the prompts of one data folder come from, and how much text there is."""
+    given = manifest["prompts"]
+    prompts = "prompts of its own" if given is None else f"{given['count']:,} given prompts"
+    return f"{prompts}, {manifest['totals']['train_answer_tokens']:,} answer tokens"
 
 
 def _by_position(shares: list[float | None]) -> str:

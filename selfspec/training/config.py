@@ -11,31 +11,44 @@ from omegaconf.errors import OmegaConfBaseException
 from selfspec.config import RuntimeConfig, TargetConfig
 from selfspec.errors import UserError
 from selfspec.training.data import DataConfig
-from selfspec.training.prompt_sources import PromptDatasetConfig, read_dataset, read_prompts
+from selfspec.training.passage_prompts import PassageConfig, passage_prompts
+from selfspec.training.prompt_sources import GivenPrompt, PromptDatasetConfig, read_dataset, read_prompts
 from selfspec.training.trainer import TrainConfig
 
 
 @dataclass
 class MakeDataConfig:
-    """experiments/make_data.py. Prompts: of a file, or of a dataset; with neither, the target writes them."""
+    """experiments/make_data.py. Prompts: of a file, of a dataset, about texts of an earlier folder; with none of them,
+    the target writes them.
+    """
 
     target: TargetConfig = field(default_factory=TargetConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     out: str = MISSING
     prompt_file: str | None = None
     prompt_dataset: PromptDatasetConfig = field(default_factory=PromptDatasetConfig)
+    passages: PassageConfig = field(default_factory=PassageConfig)
     draft_vocab: str | None = None
+    draft_vocab_data: list[str] = field(default_factory=list)
     observe_layers: list[int] = field(default_factory=list)
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
-        if self.prompt_file and self.prompt_dataset.path:
-            raise UserError("prompt_file and prompt_dataset.path are two sources of prompts. Give one of them.")
+        sources = {
+            "prompt_file": self.prompt_file,
+            "prompt_dataset.path": self.prompt_dataset.path,
+            "passages.data": self.passages.data,
+        }
+        given = [name for name, value in sources.items() if value]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} are several sources of prompts. Give one of them.")
 
-    def prompts(self) -> list[str] | None:
+    def prompts(self, tokenizer: Any) -> list[GivenPrompt] | None:
+        if self.passages.data:
+            return passage_prompts(self.passages, tokenizer, self.data.seed)
         if self.prompt_dataset.path:
-            return read_dataset(self.prompt_dataset)
-        return read_prompts(self.prompt_file) if self.prompt_file else None
+            return [GivenPrompt.of(prompt) for prompt in read_dataset(self.prompt_dataset)]
+        return [GivenPrompt.of(prompt) for prompt in read_prompts(self.prompt_file)] if self.prompt_file else None
 
 
 @dataclass
@@ -48,9 +61,14 @@ class TrainJobConfig:
     draft: dict[str, Any] = field(default_factory=dict)  # the draft's own shape; checked by what builds it
     draft_defaults: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind; `draft` goes before them
     train: TrainConfig = field(default_factory=TrainConfig)
-    data: str = MISSING
+    data: Any = MISSING  # a data folder, or a list of them
     out: str = MISSING
     tracking: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        folders = [self.data] if isinstance(self.data, str) else self.data
+        if not isinstance(folders, list) or not all(isinstance(folder, str) for folder in folders):
+            raise UserError(f"data={self.data!r} must be a data folder, or a list of them: 'data=[data/a,data/b]'.")
 
     def draft_options(self) -> dict[str, Any]:
         return {**self.draft_defaults.get(str(self.drafter.get("kind")), {}), **self.draft}

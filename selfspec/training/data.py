@@ -15,7 +15,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from selfspec.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+FOLDER_STRIDE = 2**40  # between the indices of the samples of two folders
 HOW_MUCH = ("answer_tokens", "rows", "shard_samples")  # settings that may change when a folder is added to
 
 
@@ -81,13 +82,29 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A file of samples; their indices are unique in the whole dataset, also when it is made of several folders."""
+
+    path: Path
+    sha256: str
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """What a trainer reads: two lists that share no prompt, and the hash that names them."""
+    """What a trainer reads: two lists that share no prompt, the shards they lie in, the folders' manifests, and the
+    hash that names it all.
+    """
 
     train: list[Sample]
     held_out: list[Sample]
-    manifest: dict[str, Any]
+    shards: list[Shard]
+    manifests: dict[Path, dict[str, Any]]  # by folder
     manifest_sha256: str
+
+    def total(self, name: str) -> int:
+        """Of a manifest's totals, for example train_answer_tokens."""
+        return sum(manifest["totals"][name] for manifest in self.manifests.values())
 
 
 def write_atomically(path: Path, write: Any) -> None:
@@ -215,41 +232,60 @@ def check_same_settings(
         )
 
 
-def load_dataset(folder: str | Path) -> Dataset:
-    """Every sample the manifest lists, its hashes checked.
+def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
+    """Every sample that the manifests of one or several folders list, the hashes checked.
 
-    Raises UserError: no data there, a shard missing or changed, no answers to learn from or none held out.
+    Raises UserError: no data there, a folder given twice, a shard missing or changed, no answers to learn from or none
+    held out.
     """
-    folder = Path(folder).expanduser()
-    manifest = read_manifest(folder)
-    if manifest is None or not manifest["shards"]:
-        raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
-    samples: list[Sample] = []
-    for shard in manifest["shards"]:
-        path = folder / shard["file"]
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shard["sha256"]:
-            raise UserError(f"{path} is missing or not the file the manifest lists. Remove it and run make_data again.")
-        samples += read_shard(path)[0]
-    samples.sort(key=lambda sample: sample.index)  # the order does not depend on which text was finished first
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    paths = [Path(folder).expanduser() for folder in given]
+    if not paths or len({path.resolve() for path in paths}) < len(paths):
+        raise UserError(f"data={[str(path) for path in paths]}: give one or several data folders, each once.")
+    shards: list[Shard] = []
+    for number, folder in enumerate(paths):
+        shards += _shards(folder, first_index=number * FOLDER_STRIDE)
+    # The order does not depend on which text was finished first.
+    samples = sorted((sample for shard in shards for sample in shard.samples), key=lambda sample: sample.index)
     samples = [s for s in samples if s.answer_len > 0 and s.prompt_len > 0]  # others hold no label
-    train, held_out = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
+    held_out = [s for s in samples if s.held_out]
+    heard = {tuple(s.token_ids[: s.prompt_len]) for s in held_out} if len(paths) > 1 else set()
+    train = [s for s in samples if not s.held_out and tuple(s.token_ids[: s.prompt_len]) not in heard]
     for name, split in (("training", train), ("held-out", held_out)):
         if not split:
             raise UserError(
-                f"The {name} split of {folder} has no answer tokens: there would be nothing to learn from or to "
-                "validate on. Make more data, or set held_out_share."
+                f"The {name} split of {', '.join(map(str, paths))} has no answer tokens: there would be nothing to "
+                "learn from or to validate on. Make more data, or set held_out_share."
             )
-    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-    return Dataset(train, held_out, manifest, digest)
+    manifests = [(path / MANIFEST).read_bytes() for path in paths]
+    digests = [hashlib.sha256(manifest).hexdigest() for manifest in manifests]
+    digest = digests[0] if len(paths) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    read = {path: json.loads(manifest) for path, manifest in zip(paths, manifests, strict=True)}
+    return Dataset(train, held_out, shards, read, digest)
 
 
-def check_made_by(folder: str | Path, dataset: Dataset, identity: dict[str, Any]) -> None:
+def _shards(folder: Path, first_index: int) -> list[Shard]:
+    manifest = read_manifest(folder)
+    if manifest is None or not manifest["shards"]:
+        raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+    shards = []
+    for listed in manifest["shards"]:
+        path = folder / listed["file"]
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != listed["sha256"]:
+            raise UserError(f"{path} is missing or not the file the manifest lists. Remove it and run make_data again.")
+        samples = [replace(sample, index=first_index + sample.index) for sample in read_shard(path)[0]]
+        shards.append(Shard(path, listed["sha256"], samples))
+    return shards
+
+
+def check_made_by(dataset: Dataset, identity: dict[str, Any]) -> None:
     """UserError when the data was made by another target or under another chat template than `identity` says."""
-    made_by = dataset.manifest["target"]
-    for what in ("fingerprint", "template"):
-        if made_by[what] != identity[what]:
-            raise UserError(
-                f"The data in {folder} was made by target {made_by['name']!r} with {what} {made_by[what]}, but this "
-                f"target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's text: make "
-                "data with this one, or give the target (and tokenizer) it was made with."
-            )
+    for folder, manifest in dataset.manifests.items():
+        made_by = manifest["target"]
+        for what in ("fingerprint", "template"):
+            if made_by[what] != identity[what]:
+                raise UserError(
+                    f"The data in {folder} was made by target {made_by['name']!r} with {what} {made_by[what]}, but "
+                    f"this target ({identity['name']!r}) has {identity[what]}. A draft learns from its own target's "
+                    "text: make data with this one, or give the target (and tokenizer) it was made with."
+                )

@@ -10,7 +10,7 @@ Every EOS id must be among them, or no answer's end could ever be drafted: they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,14 @@ from selfspec.training.self_prompts import template_of
 from selfspec.training.teacher import teachers_for
 
 
-def count_draft_vocab(target: Target, folder: str | Path, path: Path, num_kept: int = 32) -> dict[int, float]:
-    """Count on the training split of `folder`, write `path`; returns the held-out coverage of some sizes."""
-    dataset = load_dataset(folder)
+def count_draft_vocab(
+    target: Target, folders: str | Path | Sequence[str | Path], path: Path, num_kept: int = 32
+) -> dict[int, float]:
+    """Count on the training split of the folders, write `path`; returns the held-out coverage of some sizes."""
+    dataset = load_dataset(folders)
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
-    teachers = teachers_for(target, folder, dataset, identity, num_kept=num_kept)
+    teachers = teachers_for(target, dataset, identity, num_kept=num_kept)
     counts = expected_counts((teachers[sample.index] for sample in dataset.train), target.vocab_size)
     ids = ranked_ids(counts, target.eos_token_ids)
     write_draft_vocab(path, ids, counts, identity["fingerprint"])

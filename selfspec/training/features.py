@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from selfspec.target import Target
-from selfspec.training.data import Dataset, Sample, check_made_by, read_shard, write_atomically
-from selfspec.training.teacher import is_of, observed, teacher_folder, write_teachers
+from selfspec.training.data import Dataset, Sample, Shard, check_made_by, write_atomically
+from selfspec.training.teacher import is_of, observed, teachers_at, write_teachers
 
 
 class Features(Sequence[Tensor]):
@@ -56,26 +56,23 @@ class Features(Sequence[Tensor]):
 
 def features_for(
     target: Target,
-    folder: str | Path,
     dataset: Dataset,
     identity: dict[str, Any],
     layers: Sequence[int],
     progress: Callable[[str], None] = print,
 ) -> Callable[[Sequence[Sample]], Features]:
     """Gives the hidden states of any samples of the dataset, computing what is not kept yet."""
-    observe_data(target, folder, dataset, identity, layers, num_kept=0, progress=progress)
+    observe_data(target, dataset, identity, layers, num_kept=0, progress=progress)
     features, number_of = Features(), {}
-    for shard in dataset.manifest["shards"]:
-        samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
-        paths = [_kept(folder, identity, layer) / shard["file"] for layer in layers]
-        numbers = features.add_shard(paths, [len(sample.token_ids) for sample in samples])
-        number_of.update({sample.index: number for sample, number in zip(samples, numbers, strict=True)})
+    for shard in dataset.shards:
+        paths = [_features_at(shard, identity, layer) for layer in layers]
+        numbers = features.add_shard(paths, [len(sample.token_ids) for sample in shard.samples])
+        number_of.update({sample.index: number for sample, number in zip(shard.samples, numbers, strict=True)})
     return lambda chosen: features.of([number_of[sample.index] for sample in chosen])
 
 
 def observe_data(
     target: Target,
-    folder: str | Path,
     dataset: Dataset,
     identity: dict[str, Any],
     layers: Sequence[int],
@@ -86,24 +83,22 @@ def observe_data(
     """Compute what is not kept yet: hidden states entering `layers` and (num_kept > 0) the target's distributions.
     UserError when this target did not make the data.
     """
-    check_made_by(folder, dataset, identity)
-    for shard in dataset.manifest["shards"]:
-        name, sha256 = shard["file"], shard["sha256"]
-        missing = [layer for layer in sorted(set(layers)) if not is_of(_kept(folder, identity, layer) / name, sha256)]
-        teachers_at = teacher_folder(folder, identity, num_kept) / name if num_kept else None
-        wanted = num_kept if teachers_at is not None and not is_of(teachers_at, sha256) else 0
+    check_made_by(dataset, identity)
+    for shard in dataset.shards:
+        missing = [layer for layer in sorted(set(layers)) if not is_of(_features_at(shard, identity, layer), shard)]
+        teachers = teachers_at(shard, identity, num_kept) if num_kept else None
+        wanted = num_kept if teachers is not None and not is_of(teachers, shard) else 0
         if not missing and not wanted:
             continue
-        progress(f"target on {name}: layers {missing}" + (f", {wanted} likeliest tokens" if wanted else ""))
-        samples, _, _ = read_shard(Path(folder).expanduser() / name)
-        seen = observed(target, samples, wanted, missing)
+        progress(f"target on {shard.path}: layers {missing}" + (f", {wanted} likeliest tokens" if wanted else ""))
+        seen = observed(target, shard.samples, wanted, missing)
         for i, layer in enumerate(missing):
             tensors = {"features": torch.cat([states[i] for _, states in seen])}
-            metadata = {"shard_sha256": sha256}
-            path = _kept(folder, identity, layer) / name
+            metadata = {"shard_sha256": shard.sha256}
+            path = _features_at(shard, identity, layer)
             write_atomically(path, lambda partial, t=tensors, m=metadata: save_file(t, partial, metadata=m))
-        if wanted and teachers_at is not None:
-            write_teachers(teachers_at, [teacher for teacher, _ in seen], sha256)
+        if wanted and teachers is not None:
+            write_teachers(teachers, [teacher for teacher, _ in seen], shard)
 
 
 def hidden_states(target: Target, samples: Sequence[Sample], layers: Sequence[int]) -> list[Tensor]:
@@ -111,7 +106,7 @@ def hidden_states(target: Target, samples: Sequence[Sample], layers: Sequence[in
     return [torch.cat(states, dim=-1) for _, states in observed(target, samples, 0, layers)]
 
 
-def _kept(folder: str | Path, identity: dict[str, Any], layer: int) -> Path:
-    kept = Path(folder).expanduser() / f"features-{identity['fingerprint']}-layer{layer}"
+def _features_at(shard: Shard, identity: dict[str, Any], layer: int) -> Path:
+    kept = shard.path.parent / f"features-{identity['fingerprint']}-layer{layer}"
     kept.mkdir(exist_ok=True)
-    return kept
+    return kept / shard.path.name

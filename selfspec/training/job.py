@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -35,14 +36,14 @@ def train_draft(
     kind: str,
     draft_options: dict[str, Any],
     config: TrainConfig,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     out: str | Path,
     command: str = "",
     report: Callable[[dict[str, Any]], None] = lambda record: None,
     processes: Processes = ALONE,
 ) -> dict[str, Any]:
-    """Train a draft of `kind` for `target` and write it to `out`; returns the held-out summary (not the first of
-    several processes: {}). A finished run is not repeated.
+    """Train a draft of `kind` for `target` on one or several data folders and write it to `out`; returns the held-out
+    summary (not the first of several processes: {}). A finished run is not repeated.
 
     Raises UserError: no usable data, data of another target or template, unknown options, another run in `out`.
     """
@@ -66,10 +67,10 @@ def train_draft(
     features = None
     with processes.first_alone():
         layers = trainee.feature_layers
-        observe_data(target, data, dataset, identity, layers, num_kept=config.num_kept, progress=progress)
-        teachers = teachers_for(target, data, dataset, identity, num_kept=config.num_kept, progress=progress)
+        observe_data(target, dataset, identity, layers, num_kept=config.num_kept, progress=progress)
+        teachers = teachers_for(target, dataset, identity, num_kept=config.num_kept, progress=progress)
         if trainee.feature_layers:
-            features = features_for(target, data, dataset, identity, trainee.feature_layers, progress=progress)
+            features = features_for(target, dataset, identity, trainee.feature_layers, progress=progress)
 
     def batches_of(samples: list[Sample]) -> Batches:
         return Batches(
@@ -84,7 +85,7 @@ def train_draft(
 
     train_batches = batches_of(dataset.train)
     all_held_out = batches_of(dataset.held_out)
-    some_held_out = batches_of(_first(dataset.held_out, config.validate_tokens))
+    some_held_out = batches_of(_some(dataset.held_out, config.validate_tokens, config.seed))
 
     def validate(everything: bool) -> dict[str, Any]:
         batches = all_held_out if everything else some_held_out
@@ -97,7 +98,7 @@ def train_draft(
         _save(trainee, folder)
         facts = {**what, "train": asdict(config), "run_key": run_key, "processes": processes.count}
         notes = trainee.describe(summary) if isinstance(trainee, Described) else []
-        write_card(folder, trainee.module, facts, dataset.manifest, summary, command, notes)
+        write_card(folder, trainee.module, facts, dataset, summary, command, notes)
         for name in (STATE, BEST):
             (folder / name).unlink(missing_ok=True)
     return summary
@@ -147,10 +148,12 @@ def _check_positions(trainee: Trainee, samples: list[Sample]) -> None:
         )
 
 
-def _first(samples: list[Sample], answer_tokens: int) -> list[Sample]:
-    """The first samples that together hold about `answer_tokens`; at least one."""
-    chosen, total = [], 0
-    for sample in samples:
+def _some(samples: list[Sample], answer_tokens: int, seed: int) -> list[Sample]:
+    """Samples that together hold about `answer_tokens`, drawn from all folders alike; at least one."""
+    chosen: list[Sample] = []
+    total = 0
+    for number in np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(samples)):
+        sample = samples[number]
         if total >= answer_tokens:
             break
         chosen.append(sample)

@@ -22,7 +22,7 @@ from selfspec.training.data import (
 )
 from selfspec.training.generation import Spent, generate_stream
 from selfspec.training.identity import target_identity
-from selfspec.training.prompt_sources import prompts_digest
+from selfspec.training.prompt_sources import GivenPrompt, prompts_digest
 from selfspec.training.self_prompts import ChatTemplate, SampleSource, chat_template, normalised, template_of
 
 Progress = Callable[[int, float, Spent], None]  # answer tokens made in all, tokens/s of this run, where time went
@@ -33,7 +33,7 @@ def make_data(
     target: Target,
     config: DataConfig,
     out: str | Path,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[str | GivenPrompt] | None = None,
     progress: Progress = print,
 ) -> dict[str, Any]:
     """Add samples to `out` until it holds `config.answer_tokens` answer tokens; returns the manifest.
@@ -49,11 +49,12 @@ def make_data(
     except Timeout as error:
         raise UserError(f"Another process is adding data to {folder}. Wait for it, or give another out=.") from error
     with lock:
-        return _make_locked(target, config, folder, prompts, progress)
+        given = None if prompts is None else [GivenPrompt.of(prompt) for prompt in prompts]
+        return _make_locked(target, config, folder, given, progress)
 
 
 def _make_locked(
-    target: Target, config: DataConfig, folder: Path, prompts: Sequence[str] | None, progress: Progress
+    target: Target, config: DataConfig, folder: Path, prompts: Sequence[GivenPrompt] | None, progress: Progress
 ) -> dict[str, Any]:
     template = chat_template(target.tokenizer) if prompts is None else template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)

@@ -12,9 +12,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from selfspec.errors import UserError
+
+
+class GivenPrompt(NamedTuple):
+    """A prompt that is answered as it is. Prompts of one origin fall on the same side of the held-out split."""
+
+    text: str
+    origin: str
+
+    @classmethod
+    def of(cls, prompt: str | GivenPrompt) -> GivenPrompt:
+        return prompt if isinstance(prompt, GivenPrompt) else cls(prompt, prompt)
+
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -31,11 +43,11 @@ class PromptDatasetConfig:
     column: str = "prompt"
 
 
-def prompts_digest(prompts: Sequence[str] | None) -> dict[str, Any] | None:
+def prompts_digest(prompts: Sequence[GivenPrompt] | None) -> dict[str, Any] | None:
     """What the manifest says of given prompts; None when the target writes them itself."""
     if prompts is None:
         return None
-    text = json.dumps(list(prompts), ensure_ascii=False)
+    text = json.dumps([prompt.text for prompt in prompts], ensure_ascii=False)
     return {"count": len(prompts), "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 

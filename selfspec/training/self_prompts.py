@@ -19,6 +19,7 @@ import numpy as np
 from selfspec.errors import UserError
 from selfspec.training.data import DataConfig, Sample
 from selfspec.training.generation import Finished, Request
+from selfspec.training.prompt_sources import GivenPrompt
 
 MARK = "\u2402user turn\u2403"  # survives every template unchanged, and no template holds it
 
@@ -69,7 +70,7 @@ def normalised(prompt: str) -> str:
 
 
 def is_held_out(prompt: str, share: float) -> bool:
-    """Decided by the prompt's own hash: equal prompts always fall on the same side, in every run."""
+    """Decided by the hash of the prompt, or of what it was made from: equal ones fall on the same side in every run."""
     digest = hashlib.sha256(normalised(prompt).encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -99,7 +100,7 @@ class SampleSource:
         config: DataConfig,
         tokenizer: Any,
         eos_ids: Sequence[int],
-        prompts: Sequence[str] | None,
+        prompts: Sequence[GivenPrompt] | None,
         done: set[int],
         seen: set[str],
         on_result: Callable[[int, Sample | str], bool],
@@ -126,7 +127,7 @@ class SampleSource:
                 return None
             if self.prompts is None:
                 return self._prompt_request(index)
-            answer = self._answer_request(index, self.prompts[index])
+            answer = self._answer_request(index, self.prompts[index].text)
             if answer is not None:
                 return answer
         return None
@@ -188,9 +189,12 @@ class SampleSource:
             token_ids=[*request.token_ids, *finished.new_ids],
             prompt_len=len(request.token_ids),
             temperature=request.temperature,
-            held_out=is_held_out(prompt, self.config.held_out_share),
+            held_out=is_held_out(self._origin(request.index, prompt), self.config.held_out_share),
         )
         self.wanting = self.on_result(request.index, sample) and self.wanting
+
+    def _origin(self, index: int, prompt: str) -> str:
+        return prompt if self.prompts is None else self.prompts[index].origin
 
     def _reject(self, index: int, reason: str) -> None:
         self.rejected[reason] += 1

@@ -22,14 +22,13 @@ from torch import Tensor
 from selfspec.cache import Pass
 from selfspec.target import Target
 from selfspec.training.batches import Teacher
-from selfspec.training.data import Dataset, Sample, check_made_by, read_shard, write_atomically
+from selfspec.training.data import Dataset, Sample, Shard, check_made_by, write_atomically
 
 ROWS = 16
 
 
 def teachers_for(
     target: Target,
-    folder: str | Path,
     dataset: Dataset,
     identity: dict[str, Any],
     *,
@@ -39,23 +38,22 @@ def teachers_for(
     """Sample index -> Teacher for every sample of the dataset, computing what is not kept yet. UserError when this
     target did not make the data.
     """
-    check_made_by(folder, dataset, identity)
-    kept = teacher_folder(folder, identity, num_kept)
+    check_made_by(dataset, identity)
     teachers: dict[int, Teacher] = {}
-    for shard in dataset.manifest["shards"]:
-        samples, _, _ = read_shard(Path(folder).expanduser() / shard["file"])
-        path = kept / shard["file"]
-        if not is_of(path, shard["sha256"]):
-            progress(f"target distributions for {shard['file']}")
-            write_teachers(path, distributions(target, samples, num_kept), shard["sha256"])
-        teachers.update(_read(path, samples))
+    for shard in dataset.shards:
+        path = teachers_at(shard, identity, num_kept)
+        if not is_of(path, shard):
+            progress(f"target distributions for {shard.path}")
+            write_teachers(path, distributions(target, shard.samples, num_kept), shard)
+        teachers.update(_read(path, shard.samples))
     return teachers
 
 
-def teacher_folder(folder: str | Path, identity: dict[str, Any], num_kept: int) -> Path:
-    kept = Path(folder).expanduser() / f"teacher-{identity['fingerprint']}-k{num_kept}"
+def teachers_at(shard: Shard, identity: dict[str, Any], num_kept: int) -> Path:
+    """The file that keeps the distributions of a shard's samples; its folder is made."""
+    kept = shard.path.parent / f"teacher-{identity['fingerprint']}-k{num_kept}"
     kept.mkdir(exist_ok=True)
-    return kept
+    return kept / shard.path.name
 
 
 @torch.inference_mode()
@@ -110,19 +108,20 @@ def padded_rows(target: Target, samples: Sequence[Sample], rows: int) -> Iterato
         yield members, cache.open(positions.to(target.device), width), token_ids.to(target.device)
 
 
-def write_teachers(path: Path, teachers: Sequence[Teacher], shard_sha256: str) -> None:
+def write_teachers(path: Path, teachers: Sequence[Teacher], shard: Shard) -> None:
     tensors = {
         "ids": np.concatenate([teacher.ids_AK for teacher in teachers]),
         "logp": np.concatenate([teacher.logp_AK for teacher in teachers]),
     }
-    write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"shard_sha256": shard_sha256}))
+    write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"shard_sha256": shard.sha256}))
 
 
-def is_of(path: Path, shard_sha256: str) -> bool:
+def is_of(path: Path, shard: Shard) -> bool:
+    """Whether `path` holds what was computed from this very shard."""
     if not path.exists():
         return False
     with safe_open(path, framework="numpy") as file:
-        return bool(file.metadata()["shard_sha256"] == shard_sha256)
+        return bool(file.metadata()["shard_sha256"] == shard.sha256)
 
 
 def _read(path: Path, samples: Sequence[Sample]) -> dict[int, Teacher]:

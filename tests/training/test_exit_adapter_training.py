@@ -50,7 +50,7 @@ def test_kept_features_are_those_of_their_samples(chat_target: Target, data_fold
     data = data_folder()
     dataset = load_dataset(data)
     chosen = [*dataset.held_out, *dataset.train[::-1]]  # of both shards, in another order
-    features = features_for(chat_target, data, dataset, identity, [2, 0], lambda _: None)(chosen)
+    features = features_for(chat_target, dataset, identity, [2, 0], lambda _: None)(chosen)
     assert len(features) == len(chosen) == 16
     for sample, kept in zip(chosen, features, strict=True):
         alone = hidden_states(chat_target, [sample], [2, 0])[0]

@@ -246,7 +246,7 @@ def test_no_prompt_is_in_both_splits_and_duplicates_are_dropped(
     make_data(chat_target, replace(small_config, answer_tokens=10_000), tmp_path / "d", doubled, no_report)
     dataset = load_dataset(tmp_path / "d")
     assert len(dataset.train) + len(dataset.held_out) == len(PROMPTS)
-    assert dataset.manifest["rejected_prompts"] == {"duplicate": len(PROMPTS)}
+    assert dataset.manifests[tmp_path / "d"]["rejected_prompts"] == {"duplicate": len(PROMPTS)}
     train = {normalised(chat_target.tokenizer.decode(s.token_ids[: s.prompt_len])) for s in dataset.train}
     held_out = {normalised(chat_target.tokenizer.decode(s.token_ids[: s.prompt_len])) for s in dataset.held_out}
     assert train and held_out and not train & held_out
