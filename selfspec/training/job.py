@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.batches import Batches
+from selfspec.training.beginning import begin_with
 from selfspec.training.card import SUMMARY, write_card
 from selfspec.training.checkpoints import BEST, STATE
 from selfspec.training.data import Sample, load_dataset
@@ -54,8 +55,10 @@ def train_draft(
     _check_positions(trainee, dataset.train)
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
-    settings = {name: value for name, value in asdict(config).items() if name not in HOW_OFTEN}
+    settings = {name: value for name, value in asdict(config).items() if name not in (*HOW_OFTEN, "begin_with")}
     what = {"kind": kind, "draft": draft_options, "target": identity, "data_manifest_sha256": dataset.manifest_sha256}
+    if config.begin_with:
+        what["begun_with"] = begin_with(trainee, kind, config.begin_with, target)
     run_key = hashlib.sha256(json.dumps({**what, "train": settings}, sort_keys=True).encode()).hexdigest()
     if (finished := _finished(folder, run_key)) is not None:
         report({"doing": f"nothing: {folder} holds this draft, trained to its end. Remove it to train it again"})

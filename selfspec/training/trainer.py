@@ -55,6 +55,7 @@ class TrainConfig:
     validate_every: int = 200
     checkpoint_every: int = 100
     validate_tokens: int = 8192  # held-out answer tokens used while training; the last check uses all
+    begin_with: str | None = None  # a trained draft of the same make, whose weights this run begins with
     patience: int = 0  # stop after so many checks in a row without a better expected τ; 0: never
 
     def __post_init__(self) -> None:
