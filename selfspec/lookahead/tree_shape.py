@@ -70,6 +70,14 @@ class TreeShape:
             paths.append((*paths[parent], node))
         return tuple(paths)
 
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node but the root, the ranks on the way to it: what `shape_of_paths` makes this shape from."""
+        paths: list[tuple[int, ...]] = [()]
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            paths.append((*paths[parent], rank))
+        return tuple(paths[1:])
+
 
 def shape_of_paths(paths: Sequence[Sequence[int]]) -> TreeShape:
     """From paths of ranks, as in Medusa's choices: [0] is the root's likeliest child, [0, 1] that child's second one.
