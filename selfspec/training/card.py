@@ -69,6 +69,7 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             f"sha256 of the manifest `{facts['data_manifest_sha256']}`); "
             f"{facts['epochs']} epochs, {log[-1]['step']} steps; these are the weights of step "
             f"{held_out['kept_step']}.",
+            *_begun(facts),
             "",
             f"Held out, {held_out['answer_tokens']:,} answer tokens on prompts that training never saw:",
             "",
@@ -93,6 +94,16 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             *[""][: len(notes)],
         ]
     )
+
+
+def _begun(facts: dict[str, Any]) -> list[str]:
+    if "begun_with" not in facts:
+        return []
+    return [
+        "",
+        f"Begun with an earlier draft of the same make (`{facts['train']['begin_with']}`, weights' sha256 "
+        f"`{facts['begun_with']}`): what that one was trained on counts, too.",
+    ]
 
 
 def _part(manifest: dict[str, Any]) -> str:

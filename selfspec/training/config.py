@@ -95,4 +95,6 @@ def resolve_job(schema: type[Job], composed: DictConfig) -> Job:
         problem = str(error.msg or error).splitlines()[0]
         raise UserError(f"Bad value for {error.full_key or 'the config'}: {problem}.") from error
     assert isinstance(job, schema)
+    if getattr(getattr(job, "runtime", None), "tensor_parallel", 1) > 1:
+        raise UserError("runtime.tensor_parallel is for compare.py and generate.py. Leave it at 1 here.")
     return job
