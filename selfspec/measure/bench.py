@@ -53,8 +53,8 @@ def assemble(config: CompareConfig) -> Bench:
     target = load_target(config.target, config.runtime.dtype, config.runtime.device)
     longest = longest_prompt(target, prompts, config.max_new_tokens)
     items = [make_item(target, prompt) for prompt in prompts]
-    most_drafted = max((lookahead.max_drafted for lookahead in lookaheads.values()), default=0)
-    capacity = longest + config.max_new_tokens + most_drafted + 1
+    widths = [max(one.max_drafted + 1, getattr(one, "max_width", 0)) for one in lookaheads.values()]  # of a round
+    capacity = longest + config.max_new_tokens + max(widths, default=1)
 
     plain = hf_method(target, settings)
     plain.generate(items[0].token_ids, 2, 0)  # what the first generation of all allocates belongs to no method
