@@ -15,8 +15,8 @@ from selfspec.report.runs import measured
 from selfspec.tracking import Tracker, wanted_artifacts
 
 RECORD_FILES = (
-    "config.yaml", "overrides.yaml", "provenance.json", "prompts.jsonl", "rounds.jsonl", "traces.jsonl",
-    "summary.json", "DONE",
+    "config.yaml", "overrides.yaml", "provenance.json", "prompt_set.jsonl", "prompts.jsonl", "rounds.jsonl",
+    "traces.jsonl", "summary.json", "DONE",
 )  # fmt: skip
 
 

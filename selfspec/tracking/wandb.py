@@ -144,7 +144,8 @@ class WandbTracker:
 
         if kind not in self._artifacts:
             return
-        artifact = wandb.Artifact(f"{kind}-{name}", type=kind, metadata={"config_hash": self._config_hash})
+        about = {"config_hash": self._config_hash, "study": self._config.get("study")}
+        artifact = wandb.Artifact(f"{kind}-{name}", type=kind, metadata=about)
         for path in (path.resolve() for path in paths):
             for file in sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]:
                 # "immutable": uploaded from where it lies, without a copy in wandb's own folders.
