@@ -28,6 +28,7 @@ WATCH_GROUPS = ["target", "lookahead", "sampling", "runtime"]
 NEEDED = {
     ("target", "hf"): ["target.path=some/folder"],
     ("target", "gguf"): ["target.path=model.gguf"],
+    ("drafter", "clasp"): ["drafter.num_skipped=2"],
     ("drafter", "early_exit"): ["drafter.exit_layer=2"],
     ("drafter", "independent"): ["drafter.model=some/folder"],
     ("drafter", "hybrid"): ["drafter.learned={kind: ngram}"],

@@ -7,6 +7,7 @@ could ever be drafted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +17,20 @@ from torch import Tensor
 
 from selfspec.errors import UserError
 from selfspec.target import Target
+
+
+def draft_head(target: Target, d_vocab: int | None, draft_vocab: str | None) -> tuple[Callable[[Tensor], Tensor], int]:
+    """Final norm and head of a draft from the target's own hidden states, and the bytes it holds of its own.
+
+    d_vocab None: the target's head. UserError: as `draft_token_ids`, and for a file without a size.
+    """
+    if d_vocab is None:
+        if draft_vocab is not None:
+            raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
+        return lambda hidden_BTM: target.head(hidden_BTM), 0
+    token_ids_N = draft_token_ids(target, d_vocab, draft_vocab)
+    num_bytes = d_vocab * target.width * target.dtype.itemsize + token_ids_N.untyped_storage().nbytes()
+    return target.reduced_head(token_ids_N), num_bytes
 
 
 def draft_token_ids(target: Target, d_vocab: int, path: str | None = None) -> Tensor:

@@ -10,7 +10,6 @@ Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from selfspec.drafters.base import Draft, Seen
-from selfspec.drafters.draft_vocab import draft_token_ids
+from selfspec.drafters.draft_vocab import draft_head
 from selfspec.errors import UserError
 from selfspec.target import Target
 
@@ -51,14 +50,7 @@ class EarlyExit:
         self.target = target
         self.check_exit(exit_layer)
         self.exit_layer = exit_layer
-        self._reduced_head: Callable[[Tensor], Tensor] | None = None
-        self._head_bytes = 0
-        if d_vocab is not None:
-            token_ids_N = draft_token_ids(target, d_vocab, draft_vocab)
-            self._reduced_head = target.reduced_head(token_ids_N)
-            self._head_bytes = d_vocab * target.width * target.dtype.itemsize + token_ids_N.untyped_storage().nbytes()
-        elif draft_vocab is not None:
-            raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
+        self._head, self._head_bytes = draft_head(target, d_vocab, draft_vocab)
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
         return self._head_bytes, 0
@@ -79,7 +71,7 @@ class EarlyExit:
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
         exit_layer = self.exit_layer if drafting.plan.exit_layer is None else drafting.plan.exit_layer
-        head = self._reduced_head or self.target.head
+        head = self._head
 
         def shallow(step: int) -> Tensor:
             return self.target.run_layers(self.target.embed(rows.window(step, 1)), 0, exit_layer, rows.open(step, 1))
@@ -93,7 +85,7 @@ class EarlyExit:
     def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
         """Every node goes through layers [0, E), the leaves too: they are verified from there."""
         exit_layer = self.exit_layer if growing.plan.exit_layer is None else growing.plan.exit_layer
-        head = self._reduced_head or self.target.head
+        head = self._head
         extent = rows.extent(0, growing.plan.width)
 
         def shallow(nodes: slice) -> Tensor:

@@ -18,12 +18,14 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 
 DRAFTERS = {
+    "clasp": "selfspec.drafters.clasp",
     "eagle3": "selfspec.drafters.eagle3",
     "early_exit": "selfspec.drafters.early_exit",
     "exit_adapter": "selfspec.drafters.exit_adapter",
     "hydra": "selfspec.drafters.hydra",
     "hybrid": "selfspec.drafters.hybrid",
     "independent": "selfspec.drafters.independent",
+    "layer_skip": "selfspec.drafters.layer_skip",
     "layerskip": "selfspec.drafters.layerskip",
     "medusa": "selfspec.drafters.medusa",
     "mtp": "selfspec.drafters.mtp",

@@ -93,6 +93,10 @@ class Family:
     finish_logits: Callable[[Tensor, Any], Tensor] = as_they_are
     refused: Mapping[str, Callable[[Any], bool]] = field(default_factory=lambda: MappingProxyType({}))
     free_shape: bool = True  # widths and heads are set by the names that Llama's configuration gives them
+    # a layer's two halves: the module that adds to the residual, and what it alone is read through (a norm, ...)
+    attention_parts: tuple[str, ...] = ("self_attn", "input_layernorm")
+    mlp_parts: tuple[str, ...] = ("mlp", "post_attention_layernorm")
+    parallel_residual: Callable[[Any], bool] = lambda config: False  # both halves read what enters the layer
 
 
 BIDIRECTIONAL = {
@@ -109,20 +113,44 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(window=one_window, free_shape=False),
     "gemma": Family(refused=BIDIRECTIONAL),
     # transformers 5.17 drops the cap of the attention scores with sdpa, its default: compare with attn "eager" there
-    "gemma2": Family(window=window_by_layer_type, finish_logits=soft_capped, refused=BIDIRECTIONAL),
+    "gemma2": Family(
+        window=window_by_layer_type,
+        finish_logits=soft_capped,
+        refused=BIDIRECTIONAL,
+        attention_parts=("self_attn", "input_layernorm", "post_attention_layernorm"),
+        mlp_parts=("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
     "gemma3_text": Family(
-        window=window_by_layer_type, rotary_by_layer_type=True, finish_logits=soft_capped, refused=BIDIRECTIONAL
+        window=window_by_layer_type,
+        rotary_by_layer_type=True,
+        finish_logits=soft_capped,
+        refused=BIDIRECTIONAL,
+        attention_parts=("self_attn", "input_layernorm", "post_attention_layernorm"),
+        mlp_parts=("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ),
     "phi3": Family(window=one_window),
     "smollm3": Family(window=window_by_layer_type),  # layers without rotary decide that themselves
-    "olmo2": Family(),
+    "olmo2": Family(
+        attention_parts=("self_attn", "post_attention_layernorm"), mlp_parts=("mlp", "post_feedforward_layernorm")
+    ),
     "granite": Family(
         embed_scale=lambda config: config.embedding_multiplier,
         finish_logits=lambda logits, config: logits / config.logits_scaling,
     ),
     "starcoder2": Family(window=one_window),
-    "stablelm": Family(heads=divided_grouped_heads, free_shape=False),
-    "cohere": Family(finish_logits=lambda logits, config: logits * config.logit_scale),
+    "stablelm": Family(
+        heads=divided_grouped_heads,
+        free_shape=False,
+        attention_parts=("self_attn",),  # one norm for both where the residual is parallel
+        mlp_parts=("mlp",),
+        parallel_residual=lambda config: config.use_parallel_residual,
+    ),
+    "cohere": Family(
+        finish_logits=lambda logits, config: logits * config.logit_scale,
+        attention_parts=("self_attn",),
+        mlp_parts=("mlp",),
+        parallel_residual=lambda config: True,
+    ),
     "gpt2": Family(
         embed="transformer.wte",
         layers="transformer.h",
@@ -131,6 +159,8 @@ FAMILIES: dict[str, Family] = {
         learned_positions="transformer.wpe",
         heads=every_head,
         free_shape=False,
+        attention_parts=("attn", "ln_1"),
+        mlp_parts=("mlp", "ln_2"),
         refused={"add_cross_attention: there is no encoder to attend to": lambda config: config.add_cross_attention},
     ),
     "gpt_neox": Family(
@@ -140,6 +170,8 @@ FAMILIES: dict[str, Family] = {
         rotary="gpt_neox.rotary_emb",
         heads=every_head,
         free_shape=False,
+        attention_parts=("attention", "input_layernorm"),
+        parallel_residual=lambda config: config.use_parallel_residual,
     ),
     "opt": Family(
         embed="model.decoder.embed_tokens",
@@ -150,6 +182,8 @@ FAMILIES: dict[str, Family] = {
         position_offset=2,
         heads=every_head,
         free_shape=False,
+        attention_parts=("self_attn", "self_attn_layer_norm"),
+        mlp_parts=("fc2", "fc1", "final_layer_norm"),
         refused={
             "word_embed_proj_dim other than hidden_size: the head would read another width than the layers write": (
                 lambda config: config.word_embed_proj_dim != config.hidden_size
@@ -164,6 +198,9 @@ FAMILIES: dict[str, Family] = {
         heads=falcon_heads,
         free_shape=False,
         attention="sdpa",
+        attention_parts=("self_attention",),
+        mlp_parts=("mlp",),
+        parallel_residual=lambda config: config.parallel_attn or config.new_decoder_architecture,
         layer_arguments=MappingProxyType({"alibi": None}),
         refused={
             "alibi: its position biases are not in the mask": lambda config: config.alibi,

@@ -73,6 +73,39 @@ class FusedLayer:
         """The layer behind its first norm: queries, keys and values come from `normed_BTX`, which a draft's layer has
         wider than the model; the residual is `hidden_BTM`.
         """
+        return self.feed(self.attend(normed_BTX, hidden_BTM, attention_mask, position_embeddings, cache))
+
+    def attend_only(
+        self,
+        hidden_BTM: Tensor,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Pass,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The layer without its MLP, called like the layer."""
+        return self.attend(self.norm_in(hidden_BTM), hidden_BTM, attention_mask, position_embeddings, cache)
+
+    def feed_only(
+        self,
+        hidden_BTM: Tensor,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Pass,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The layer without its attention, called like the layer: no keys are written."""
+        return self.feed(hidden_BTM)
+
+    def attend(
+        self,
+        normed_BTX: Tensor,
+        hidden_BTM: Tensor,
+        attention_mask: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Pass,
+    ) -> Tensor:
+        """The residual with what attention adds."""
         rows, width, _ = hidden_BTM.shape
         heads, groups, dim = self.num_heads, self.num_kv_heads, self.head_dim
         rotary = cache.once("rotary_qkv", lambda: rotary_qkv(*position_embeddings, heads + groups, groups))
@@ -88,7 +121,10 @@ class FusedLayer:
             query_BGXD, key_BGSD, value_BGSD, attn_mask=attention_mask, scale=self.scaling
         )
         attended_BTX = attended.reshape(rows, heads, width, dim).transpose(1, 2).reshape(rows, width, heads * dim)
-        hidden_BTM = self.out.plus(attended_BTX, hidden_BTM)
+        return self.out.plus(attended_BTX, hidden_BTM)
+
+    def feed(self, hidden_BTM: Tensor) -> Tensor:
+        """The residual with what the MLP adds."""
         gate_BTI, up_BTI = self.gate_up(self.norm_mlp(hidden_BTM)).chunk(2, -1)
         return self.down.plus(F.silu(gate_BTI).mul_(up_BTI), hidden_BTM)
 

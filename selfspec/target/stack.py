@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,7 @@ from selfspec.target.families import family_of, length_dependent, max_positions
 from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.identity import fingerprint
 from selfspec.target.packed import PackedLinear
+from selfspec.target.sublayers import thinned
 from selfspec.target.views import module_view
 from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
 
@@ -145,12 +146,24 @@ class Target:
         embedded_BTM = self._embed(token_ids_BT)
         return embedded_BTM if self._embed_scale == 1.0 else embedded_BTM * self._embed_scale
 
-    def run_layers(self, hidden_BTM: Tensor, first: int, last: int, pass_: Pass) -> Tensor:
-        """Layers [first, last) at the positions of `pass_`, writing their keys and values into its cache."""
+    def thinned(self, skip_attention: Collection[int], skip_mlp: Collection[int]) -> list[Any | None]:
+        """The layers without these sublayers, to be run by `run_layers`."""
+        return thinned(self.layers, self.family, skip_attention, skip_mlp)
+
+    def run_layers(
+        self, hidden_BTM: Tensor, first: int, last: int, pass_: Pass, layers: Sequence[Any | None] | None = None
+    ) -> Tensor:
+        """Layers [first, last) at the positions of `pass_`, writing their keys and values into its cache.
+
+        layers: what to run in their place, all L of them; None among them is a layer left out.
+        """
         if first == 0 < last and self._positions is not None:
             hidden_BTM = hidden_BTM + self._position_embeddings(pass_)
         for index in range(first, last):
-            output = self.layers[index](
+            layer = self.layers[index] if layers is None else layers[index]
+            if layer is None:
+                continue
+            output = layer(
                 hidden_BTM,
                 attention_mask=pass_.mask(self.windows[index], self.queries_per_group, hidden_BTM.dtype),
                 position_ids=pass_.positions_BT,

@@ -37,6 +37,7 @@ DRAFTERS = {
         "independent", target, model=wrap_target(tiny_llama(seed=5, num_layers=2))
     ),
     "independent_equal": lambda target: build_drafter("independent", target, model=target),
+    "layer_skip": lambda target: build_drafter("layer_skip", target, skip_attention=[1, 2], skip_mlp=[2]),
     "ngram": lambda target: build_drafter("ngram", target),
     "always_wrong": lambda target: AlwaysWrong(),
 }

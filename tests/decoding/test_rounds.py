@@ -31,6 +31,7 @@ TARGET = wrap_target(tiny_llama())
 DRAFTERS = {
     "none": NoDraft(),
     "early_exit": build_drafter("early_exit", TARGET, exit_layer=2),
+    "layer_skip": build_drafter("layer_skip", TARGET, skip_attention=[2], skip_mlp=[1, 2]),
     "independent": build_drafter("independent", TARGET, model=wrap_target(tiny_llama(seed=5, num_layers=2))),
     "ngram": build_drafter("ngram", TARGET),
     "medusa": Medusa(TARGET, *random_heads("medusa", TARGET, d_vocab=40)),

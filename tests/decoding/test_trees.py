@@ -36,6 +36,8 @@ PENALISED = dict(
 def drafter_of(name):
     if name == "early_exit":
         return build_drafter("early_exit", TARGET, exit_layer=2)
+    if name == "layer_skip":
+        return build_drafter("layer_skip", TARGET, skip_attention=[2], skip_mlp=[1])
     if name.startswith("independent"):
         model = TARGET if name == "independent_equal" else wrap_target(tiny_llama(seed=5, num_layers=2))
         return build_drafter("independent", TARGET, model=model)
@@ -45,7 +47,17 @@ def drafter_of(name):
     return random_drafter(name, TARGET, **options)
 
 
-DRAFTERS = ("early_exit", "independent", "independent_equal", "exit_adapter", "eagle3", "mtp", "medusa", "hydra")
+DRAFTERS = (
+    "early_exit",
+    "layer_skip",
+    "independent",
+    "independent_equal",
+    "exit_adapter",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "hydra",
+)
 
 
 @pytest.mark.parametrize("cache, max_batch_rows", [("contiguous", 3), ("paged", 1)])
@@ -72,7 +84,9 @@ def test_every_family_sees_only_the_path(family):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
 
 
-@pytest.mark.parametrize("drafter", ["early_exit", "exit_adapter", "independent", "eagle3", "mtp", "medusa", "hydra"])
+@pytest.mark.parametrize(
+    "drafter", ["early_exit", "layer_skip", "exit_adapter", "independent", "eagle3", "mtp", "medusa", "hydra"]
+)
 def test_a_tree_without_branches_is_a_chain(drafter):
     options = dict(max_new_tokens=30, ignore_eos=True, max_batch_rows=2)
     chain = decode(TARGET, drafter_of(drafter), PROMPTS, lookahead=3, **options)
@@ -92,7 +106,7 @@ def test_a_drafter_equal_to_the_target_walks_to_the_bottom(sampled):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("tree", [WIDE, SKEW], ids=["wide", "skew"])
-@pytest.mark.parametrize("drafter", ["early_exit", "eagle3", "independent_equal", "exit_adapter"])
+@pytest.mark.parametrize("drafter", ["early_exit", "layer_skip", "eagle3", "independent_equal", "exit_adapter"])
 def test_a_rejected_branch_leaves_no_trace_in_the_cache(drafter, tree):
     """After rounds with trees the keys and values of the committed text are those of a prefill."""
     drafter, sampling = drafter_of(drafter), Sampling()
