@@ -75,16 +75,17 @@ def _check_same_make(trainee: Trainee, kind: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as aside:
         trainee.save(Path(aside))
         ours, theirs = (json.loads((at / "config.json").read_text()) for at in (Path(aside), folder))
-    for config in (ours, theirs):
-        config.get("shape", {}).pop("d_vocab", None)
-    different = [name for name in sorted(set(ours) | set(theirs)) if ours.get(name) != theirs.get(name)]
-    if different := [name for name in different if name not in MAY_DIFFER]:
-        name = different[0]
-        values: tuple[Any, Any] = theirs.get(name), ours.get(name)
-        raise UserError(
-            f"train.begin_with={folder} was trained with {name}={values[0]!r}, this draft has {values[1]!r}. Give the "
-            "same options."
-        )
+    for name, value in _flat(theirs).items():  # what an older draft does not say yet had no other value
+        if name not in MAY_DIFFER and _flat(ours).get(name) != value:
+            raise UserError(
+                f"train.begin_with={folder} was trained with {name}={value!r}, this draft has {_flat(ours).get(name)!r}. "
+                "Give the same options."
+            )
+
+
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """With the entries of `shape` beside the others."""
+    return {**{name: value for name, value in config.items() if name != "shape"}, **config.get("shape", {})}
 
 
 def _equal(ours: Tensor | None, theirs: Tensor | None) -> bool:

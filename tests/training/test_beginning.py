@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,13 @@ def test_rows_of_tokens_that_both_vocabularies_have_are_taken_over(
 
 def test_a_draft_of_another_make_is_refused(chat_target: Target, tmp_path: Path):
     saved(chat_target, "eagle3", MADE["eagle3"], tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    del config["shape"]["norm_before_residual"]  # written before there was a choice
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    begin_with(build_trainee("eagle3", chat_target, MADE["eagle3"]), "eagle3", tmp_path / "draft", chat_target)
     for kind, options, message in (
         ("eagle3", {"feature_layers": (0, 0, 2)}, "feature_layers"),
-        ("eagle3", {"feature_layers": (0, 1, 2), "intermediate_size": 24}, "shape"),
+        ("eagle3", {"feature_layers": (0, 1, 2), "intermediate_size": 24}, "intermediate_size"),
         ("hydra", {}, "kind"),
     ):
         with pytest.raises(UserError, match=message):
