@@ -4,8 +4,9 @@ console   both tables, printed
 markdown  comparison.md, categories.md, and costs.md of finished runs
 latex     the same as .tex
 sweep     sweep.md: every setting of these runs, fastest first, corrected for having looked at all
+policies  policies.md, .tex and .csv: how much of what its drafts allow each lookahead policy reaches
 csv       statistics.csv: every estimator, overall and per category
-figures   speedup, acceptance and time, each as .pdf and .png
+figures   what these runs can fill of speedup, acceptance, time, lookahead, exit_layers, predicted: .pdf and .png
 trace     trace-<run>.html, from the traces.jsonl of each run that has one
 all       all of these
 """
@@ -19,14 +20,15 @@ from selfspec.errors import UserError
 from selfspec.records import read_traces, write_atomic
 from selfspec.report.costs import cost_table, has_costs
 from selfspec.report.figures import all_figures, to_bytes
+from selfspec.report.policies import has_policies, policies_csv, policy_table
 from selfspec.report.render import print_table, to_latex, to_markdown
 from selfspec.report.runs import Measured, load_runs
 from selfspec.report.sweep import sweep_table
 from selfspec.report.tables import Table, category_table, comparison_table, to_csv
 from selfspec.report.trace import trace_page
 
-FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "sweep", "all")
-ALL = ("console", "markdown", "latex", "csv", "figures", "trace")
+FORMATS = ("console", "markdown", "latex", "csv", "figures", "trace", "sweep", "policies", "all")
+ALL = ("console", "markdown", "latex", "csv", "figures", "trace", "policies")  # of those that these runs can fill
 
 
 def build_report(
@@ -64,6 +66,8 @@ def build_report(
         print_table(category_table(loaded), notes=False)
     if "sweep" in wanted:
         print_table(sweep_table(loaded))
+    if "policies.md" in files:
+        print_table(policy_table(loaded))
     return [folder / name for name in files]
 
 
@@ -77,6 +81,11 @@ def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Ite
         yield from ((f"{table.name}.tex", to_latex(table)) for table in tables)
     if "sweep" in wanted:
         yield "sweep.md", to_markdown(sweep_table(runs))
+    if "policies" in wanted and (strict or has_policies(runs)):
+        table = policy_table(runs)
+        yield "policies.md", to_markdown(table)
+        yield "policies.tex", to_latex(table)
+        yield "policies.csv", policies_csv(runs)
     if "csv" in wanted:
         yield "statistics.csv", to_csv(runs)
     if "figures" in wanted:

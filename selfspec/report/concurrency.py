@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from selfspec.errors import UserError
 from selfspec.records.serving import Cell
 from selfspec.report import latency
-from selfspec.report.figures import LINES, STYLE, WIDTH_IN
+from selfspec.report.figure_style import LINES, STYLE, WIDTH_IN
 from selfspec.report.intervals import CONFIDENCE, percentile_interval, resample_counts
 from selfspec.report.speedup import speedup_total_time
 from selfspec.report.tables import DASH, Block, Table

@@ -4,17 +4,19 @@ Computed from the recorded rounds of a long fixed lookahead and from what rounds
 drafts committed m+1 tokens; knowing that, one would make them by the cheapest rounds whose drafts all stand: rounds of
 s_1, s_2, ... tokens, Σ s = m+1, at cost(s−1) each (dynamic programming over m+1). Nothing is drafted in vain, so no
 policy over the same drafts and costs is faster; more than the recorded K in one round is beyond what was seen, so the
-bound is one for policies with that K as their most.
+bound is one for policies with that K as their most, and of chains: a tree verifies several drafts per position.
 
 It is exact for drafts that depend on the text alone; for those that depend on where a round began it is an estimate.
+Costs are the measured ones: the mean time of a round of that fixed lookahead in the same run (no draft: of AR), K in
+between on a line. So is the share of the bound that a policy reaches: of decoding, prefill apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from selfspec.errors import UserError
-from selfspec.records import RoundRecord
+from selfspec.records import PromptRecord, RoundRecord
 
 
 def oracle_tokens_per_s(rounds: Sequence[RoundRecord], cost_s: Sequence[float]) -> float:
@@ -44,3 +46,32 @@ def cheapest(cost_s: Sequence[float], most: int) -> list[float]:
 def share_of_oracle(tokens_per_s: float, rounds: Sequence[RoundRecord], cost_s: Sequence[float]) -> float:
     """How much of the bound a policy reached, 0 to 1 (a little above where costs were measured with noise)."""
     return tokens_per_s / oracle_tokens_per_s(rounds, cost_s)
+
+
+def round_costs_s(baseline: Sequence[PromptRecord], by_k: Mapping[int, Sequence[PromptRecord]]) -> list[float]:
+    """Seconds of a round with k drafts, k = 0 to the longest: of AR, of each fixed lookahead, lines in between.
+
+    Raises UserError without a fixed lookahead, or for records without rounds.
+    """
+    if not by_k:
+        raise UserError("The oracle needs a drafter with a fixed lookahead in the run: its rounds show what stands.")
+    known = {0: mean_round_s(baseline), **{k: mean_round_s(records) for k, records in by_k.items()}}
+    costs = []
+    for k in range(max(known) + 1):
+        below, above = max(j for j in known if j <= k), min(j for j in known if j >= k)
+        share = (k - below) / (above - below) if above > below else 0.0
+        costs.append(known[below] + share * (known[above] - known[below]))
+    return costs
+
+
+def mean_round_s(records: Sequence[PromptRecord]) -> float:
+    """Decoding seconds per round, with what happens between rounds."""
+    num_rounds = sum(len(record.rounds) for record in records)
+    if num_rounds == 0:
+        raise UserError("The oracle needs recorded rounds: these results hold none.")
+    return sum(record.decode_s for record in records) / num_rounds
+
+
+def decode_rate(records: Sequence[PromptRecord]) -> float:
+    """Tokens per second of decoding, all records together."""
+    return sum(len(record.token_ids) for record in records) / sum(record.decode_s for record in records)
