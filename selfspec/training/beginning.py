@@ -75,11 +75,12 @@ def _check_same_make(trainee: Trainee, kind: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as aside:
         trainee.save(Path(aside))
         ours, theirs = (json.loads((at / "config.json").read_text()) for at in (Path(aside), folder))
+    here = _flat(ours)
     for name, value in _flat(theirs).items():  # what an older draft does not say yet had no other value
-        if name not in MAY_DIFFER and _flat(ours).get(name) != value:
+        if name not in MAY_DIFFER and here.get(name) != value:
             raise UserError(
-                f"train.begin_with={folder} was trained with {name}={value!r}, this draft has {_flat(ours).get(name)!r}. "
-                "Give the same options."
+                f"train.begin_with={folder} was trained with {name}={value!r}, this draft has {here.get(name)!r}. Give "
+                "the same options."
             )
 
 
