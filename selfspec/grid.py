@@ -5,8 +5,8 @@
         drafters: {eagle3: {kind: eagle3, checkpoint: ...}, medusa: {kind: medusa, checkpoint: ...}}
         lookaheads: {k1: 1, k2: 2, gain: {kind: expected_gain, max_drafted: 5}}
 
-becomes the drafters eagle3_k1, eagle3_k2, eagle3_gain, medusa_k1, ... of the comparison, named and hashed as if they had
-been written out.
+becomes the drafters eagle3_k1, eagle3_k2, eagle3_gain, medusa_k1, ... of the comparison, named and hashed as if they
+had been written out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORM = "A block of the grid is {drafters: {label: drafter}, lookaheads: {label: 
 def expand(grid: Mapping[str, Any]) -> dict[str, Any]:
     """`<drafter>_<lookahead>` -> the drafter with that lookahead. A block that is null is left out.
 
-    Raises UserError for a block of another form, a drafter that is none or has a lookahead already, a label given twice.
+    Raises UserError for a block of another form, a drafter that has a lookahead already, and a label made twice.
     """
     found: dict[str, Any] = {}
     for name, block in grid.items():
@@ -42,6 +42,8 @@ def expand(grid: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(f"grid.{name}.drafters.{label} has a lookahead of its own; the grid gives it one.")
             for suffix, lookahead in lookaheads.items():
                 if (method := f"{label}_{suffix}") in found:
-                    raise UserError(f"The grid makes the drafter {method!r} twice; name one of its blocks' labels anew.")
+                    raise UserError(
+                        f"The grid makes the drafter {method!r} twice; name one of its blocks' labels anew."
+                    )
                 found[method] = {**drafter, "lookahead": lookahead}
     return found

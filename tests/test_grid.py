@@ -12,7 +12,9 @@ from selfspec.grid import expand
 from selfspec.lookahead import build_lookahead
 
 GAIN = {"kind": "expected_gain", "max_drafted": 5}
-GRID = {"a": {"drafters": {"ngram": {"kind": "ngram"}, "wrong": {"kind": "synthetic"}}, "lookaheads": {"k1": 1, "g": GAIN}}}
+GRID = {
+    "a": {"drafters": {"ngram": {"kind": "ngram"}, "wrong": {"kind": "synthetic"}}, "lookaheads": {"k1": 1, "g": GAIN}}
+}
 
 
 def config(**given):
@@ -42,7 +44,10 @@ def test_a_grid_is_its_pairs_written_out_and_hashed_like_them():
         ({"a": {"drafters": {"x": "ngram"}, "lookaheads": {"k": 1}}}, "grid.a.drafters.x='ngram' is no drafter"),
         ({"a": {"drafters": {"x": {"kind": "ngram", "lookahead": 2}}, "lookaheads": {"k": 1}}}, "of its own"),
         ({**GRID, "b": GRID["a"]}, "makes the drafter 'ngram_k1' twice"),
-        ({"a": {"drafters": {"x": {"kind": "ngram"}}, "lookaheads": {"k": 0}}}, "drafters.x_k.lookahead=0 is too small"),
+        (
+            {"a": {"drafters": {"x": {"kind": "ngram"}}, "lookaheads": {"k": 0}}},
+            "drafters.x_k.lookahead=0 is too small",
+        ),
     ],
 )
 def test_a_grid_of_another_form_is_refused(grid, message):
