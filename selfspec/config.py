@@ -21,13 +21,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from selfspec.errors import UserError
+from selfspec.grid import expand
 
 TARGET_KINDS = ("smollm2", "hf", "gguf", "random")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 CACHES = ("contiguous", "paged")
 ACCEPTANCES = ("auto", "rejection", "coupled", "block", "typical")
 RESERVED_LABELS = ("ar", "ar_again", "hf_generate")  # the baselines that every run measures
-NOT_HASHED = ("study", "name", "output_dir", "force", "tracking", "hydra")  # where things go, not what is measured
+# where things go, not what is measured; and the grid, which is among the drafters by then
+NOT_HASHED = ("study", "name", "output_dir", "force", "tracking", "hydra", "grid")
 
 
 @dataclass
@@ -130,6 +132,7 @@ class CompareConfig(GenerateConfig):
     study: str = MISSING
     name: str = MISSING
     drafters: dict[str, Any] = field(default_factory=dict)  # label -> drafter config
+    grid: dict[str, Any] = field(default_factory=dict)  # more of them, every drafter with every lookahead: selfspec.grid
     prompts: dict[str, Any] = field(default_factory=dict)  # checked by selfspec.prompts
     tuned_on: list[str] = field(default_factory=list)  # prompt sets that settings were chosen on: none may recur here
     measure: MeasureConfig = field(default_factory=MeasureConfig)
@@ -183,6 +186,7 @@ def resolve(schema: type[Schema], composed: DictConfig) -> Schema:
     """The composed config as a checked instance of `schema`; UserError names the key that is unknown or mistyped."""
     config = typed(schema, composed)
     if isinstance(config, CompareConfig):
+        _add_grid(config)
         _add_single_drafter(config)
     validate(config)
     return config
@@ -208,6 +212,15 @@ def typed(schema: type[AnySchema], composed: DictConfig) -> AnySchema:
         raise UserError(f"Bad value for {error.full_key or 'the config'}: {problem}.") from error
     assert isinstance(config, schema)
     return config
+
+
+def _add_grid(config: CompareConfig) -> None:
+    """What the grid makes joins `drafters`, after those that are written out."""
+    made = expand(config.grid)
+    if both := sorted(made.keys() & config.drafters.keys()):
+        raise UserError(f"The grid makes the drafter {both[0]!r}, which is in drafters already; name one of them anew.")
+    config.drafters |= made
+    config.grid = {}
 
 
 def _add_single_drafter(config: CompareConfig) -> None:

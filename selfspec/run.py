@@ -317,7 +317,7 @@ def user_errors(function: Callable[..., object]) -> Callable[..., object]:
     return guarded
 
 
-OPEN = ("drafter", "drafters", "lookahead", "prompts", "tracking")  # their keys are checked where they are read
+OPEN = ("drafter", "drafters", "grid", "lookahead", "prompts", "tracking")  # their keys are checked where they are read
 
 
 def composition_message(error: Exception) -> str:
