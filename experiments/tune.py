@@ -24,12 +24,11 @@ from selfspec.config import CompareConfig, GenerateConfig, MeasureConfig, allowe
 from selfspec.errors import UserError
 from selfspec.measure.bench import in_clone
 from selfspec.measure.protocol import AR
-from selfspec.measure.tuning import Curve, Known, Predicted, Reference, RoundCost, conditional, predict, promising
+from selfspec.measure.tuning import Curve, Known, Predicted, Reference, RoundCost, acceptance_of, predict, promising
 from selfspec.measure.tuning_costs import Costs, costs_file, measure_costs, read_costs, write_costs
 from selfspec.measure.tuning_grid import Candidate, Grid, Variant, candidates_of, to_measure, variants_of
 from selfspec.prompts import Prompt, prompts_from_config
 from selfspec.records import PromptRecord, read_run, to_json, write_atomic
-from selfspec.report.estimators import joint_acceptance
 from selfspec.report.render import print_table, to_markdown
 from selfspec.report.runs import Measured, measured
 from selfspec.report.tuning import Tuned, ranked, tuned, tuning_table
@@ -226,7 +225,7 @@ def predict_all(
         records = {role: by_method[one.label] for role, one in probes[label].items()}
         shape = probes[label]["tree"].shape if "tree" in records else None
         known = Known(
-            conditional(joint_acceptance(records["longest"])),
+            acceptance_of(records["longest"]),
             prefill_s(records["longest"]),
             RoundCost.of(records["shortest"]),
             RoundCost.of(records["longest"]),

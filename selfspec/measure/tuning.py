@@ -92,8 +92,20 @@ class Reference:
         return tokens_per_s([], self.round_s, self.prefill_s, self.lengths)
 
 
+def acceptance_of(records: Sequence[PromptRecord]) -> list[float]:
+    """Entry i: of the rounds whose first i drafts were accepted, the share that accepted draft i+1; one that was not
+    made counts as refused.
+
+    Over all rounds, the last of an answer too: a round is the likelier to be cut short the more it accepted, and to
+    leave those out would read too low in short answers. What was accepted is recorded untrimmed.
+    """
+    accepted = [entry.num_accepted for record in records for entry in record.rounds]
+    longest = max((entry.num_drafted for record in records for entry in record.rounds), default=0)
+    return conditional([sum(count > i for count in accepted) / len(accepted) for i in range(longest)])
+
+
 def conditional(joint: Sequence[float]) -> list[float]:
-    """Joint acceptance by position (`selfspec.report.estimators`) -> the chance of each draft, given all before."""
+    """The chances that the first 1, 2, ... drafts are all accepted -> the chance of each, given all before."""
     before = [1.0, *joint[:-1]]
     return [now / earlier if earlier > 0 else 0.0 for now, earlier in zip(joint, before, strict=True)]
 
