@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.config import CompareConfig, resolve
 from selfspec.errors import UserError
+from selfspec.records import read_run
 from selfspec.report.runs import find_run_dirs
 from selfspec.run import entry_point, mirror_run
 
@@ -23,9 +24,7 @@ def main(config: DictConfig) -> None:
         raise UserError("No value for runs. Give it on the command line: runs=outputs/<study>/<name>-<hash8>")
     given: Any = OmegaConf.to_container(config, resolve=True)
     for folder in find_run_dirs(given["runs"]):
-        stored = OmegaConf.load(folder / "config.yaml")
-        assert isinstance(stored, DictConfig)
-        run_config = resolve(CompareConfig, stored)
+        run_config = resolve(CompareConfig, OmegaConf.create(read_run(folder).config))
         run_config.tracking = given["tracking"]
         mirror_run(folder, run_config)
         print(folder)

@@ -10,6 +10,7 @@ lists the options. Rebuilding gives the same bytes; every table names the runs i
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -37,10 +38,10 @@ def main(config: DictConfig) -> None:
         print(path)
 
 
-def at_hand(runs: str | list[str], cache: Path) -> list[str | Path]:
+def at_hand(runs: Any, cache: Path) -> list[Any]:
     """The same runs on this machine: those of a W&B address as the folders that they were fetched into."""
-    folders: list[str | Path] = []
-    for one in [runs] if isinstance(runs, str) else runs:
+    folders: list[Any] = []
+    for one in runs if isinstance(runs, list) else [runs]:
         folders += fetch_runs(one, cache) if str(one).startswith(SCHEME) else [one]
     return folders
 

@@ -192,6 +192,7 @@ def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
         summary = _read_json(path / "summary.json")
         done = _read_json(path / "DONE")
         check_version(summary.get("schema_version"), path / "summary.json")
+        check_version(done.get("schema_version"), path / "DONE")
         if done.get("num_results") != len(prompts):
             raise UserError(
                 f"{path}: DONE counts {done.get('num_results')} results but prompts.jsonl holds {len(prompts)}; "
@@ -293,9 +294,11 @@ def _read_yaml(path: Path, required: bool) -> dict[str, Any]:
     try:
         value = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is damaged ({' '.join(str(error).split())}).") from None
+        problem = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged ({problem}); restore the file or measure the run again.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a mapping, found {type(value).__name__}.")
+        found = f"should hold a mapping, found {type(value).__name__}"
+        raise UserError(f"{path} {found}; restore the file or measure the run again.")
     return value
 
 

@@ -70,7 +70,10 @@ def measured(run: Run) -> Measured:
 def find_run_dirs(specs: str | Path | Sequence[str | Path]) -> list[Path]:
     """Run directories in the order given; inside a folder or a glob sorted by name; each once."""
     found: dict[Path, Path] = {}
-    for spec in [specs] if isinstance(specs, str | Path) else specs:
+    listed = [specs] if isinstance(specs, str | Path) else specs
+    if not isinstance(listed, Sequence) or not all(isinstance(spec, str | Path) for spec in listed):
+        raise UserError(f"runs={specs} names no folder; pass outputs/<study>/<name>-<hash8>, or a list of such names.")
+    for spec in listed:
         matches = [Path(match) for match in sorted(glob.glob(str(spec)))] if not Path(spec).exists() else [Path(spec)]
         inside = [path for match in matches for path in _run_dirs_in(match)]
         if not inside:

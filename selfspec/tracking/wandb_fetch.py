@@ -134,17 +134,17 @@ def _study(artifact: wandb.Artifact) -> str:
 
 
 def _run_name(artifact: wandb.Artifact) -> str:
-    return str(artifact.name).partition(":")[0].removeprefix(PREFIX)
+    return str(artifact.metadata.get("name") or artifact.name.partition(":")[0].removeprefix(PREFIX))
 
 
 def _keep(artifact: wandb.Artifact, shelf: Path) -> Path:
     """The artifact's files as a folder that bears the run's name."""
-    name = _run_name(artifact)
+    name = _check_name(_run_name(artifact), artifact)
     folder = shelf / re.sub(r"\W", "", artifact.digest) / name
     if folder.exists():
         return folder
-    if strange := sorted(file for file in artifact.manifest.entries if Path(file).name != file):
-        raise UserError(f"{artifact.name} in W&B is no run directory: it holds {strange[0]!r}.")
+    for file in artifact.manifest.entries:
+        _check_name(file, artifact)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=shelf, prefix=".partial-") as partial:
         fetched = Path(artifact.download(root=str(Path(partial) / name)))
@@ -155,6 +155,13 @@ def _keep(artifact: wandb.Artifact, shelf: Path) -> Path:
             if not folder.exists():  # else another process has just put the same files there
                 raise
     return folder
+
+
+def _check_name(name: str, artifact: wandb.Artifact) -> str:
+    """A file of a run directory has no folder in its name, so nothing is ever written outside the cache."""
+    if Path(name).name != name or name == "..":
+        raise UserError(f"{artifact.name} in W&B is no run directory: it has {name!r} for a name.")
+    return name
 
 
 @contextmanager

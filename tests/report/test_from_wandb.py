@@ -144,7 +144,7 @@ def test_a_file_changed_on_the_way_leaves_no_run_behind(project, tmp_path, monke
 def test_an_artifact_with_folders_in_it_is_no_run(project, outputs, tmp_path, monkeypatch):
     place = "/manifests/records-quick-0123abcd/v0"
     monkeypatch.setitem(project.contents, place, project.contents[place].replace(b'"DONE"', b'"../DONE"'))
-    with pytest.raises(UserError, match=r"is no run directory: it holds '\.\./DONE'"):
+    with pytest.raises(UserError, match=r"is no run directory: it has '\.\./DONE'"):
         fetch_runs("wandb://lab/papers/quick-*", tmp_path)
     assert not list(tmp_path.rglob("DONE"))
 
