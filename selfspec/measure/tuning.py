@@ -10,7 +10,8 @@ largest tree. From them, with tau and acceptance as in `selfspec.measure.cost_mo
                   scaled by what the largest tree really took
     tokens/s      Σ n_p / Σ (prefill_s + rounds(n_p) round_s) over the lengths n_p of the answers, where
                   rounds(n) = 1 + Σ_j P(j tokens in a round) rounds(n − j): the last round of an answer is cut short
-    policy        the best chain that it may choose, or no draft: what it would reach if it knew
+    policy        the best chain that it may choose, or no draft: what it would reach if it knew; for a dynamic tree the
+                  best static one of its size and depth
 
 Left out: that acceptance depends on where a round began, and what a policy gains by telling rounds apart.
 No torch: the numbers come from run directories (`RoundCost.of`) and `selfspec.measure.tuning_costs`.

@@ -77,7 +77,7 @@ def measure_costs(config: GenerateConfig, variants: Sequence[Variant], prompts: 
     drafters = {variant.label: drafter_of(variant.options, target) for variant in variants}
     token_ids = [make_item(target, prompt).token_ids for prompt in prompts]
 
-    most = max(max(variant.num_drafted[-1] + 1, *variant.tree_nodes) for variant in variants)
+    most = max(variant.most_verified for variant in variants)
     widths = [width for width in WIDTHS if width < most] + [most]
     say(f"verify cost by width: the target's pass over {', '.join(map(str, widths))} positions")
     context = round(median(len(ids) for ids in token_ids)) + config.max_new_tokens // 2

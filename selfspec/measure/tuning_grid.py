@@ -21,6 +21,7 @@ from selfspec.lookahead.tree_shape import TreeShape, best_shape
 
 LOOKAHEAD_KEYS = ("num_drafted", "tree_nodes", "policies")
 ADAPTIVE = ("adaptive_threshold", "bandit", "confidence", "entropy", "expected_gain", "heuristic")  # over chains
+DYNAMIC = "dynamic_tree"  # of `num_nodes` nodes, its shape by the draft's confidence
 
 
 @dataclass
@@ -44,6 +45,12 @@ class Variant:
     num_drafted: tuple[int, ...]  # ascending
     tree_nodes: tuple[int, ...] = ()
     policies: tuple[Any, ...] = ()
+
+    @property
+    def most_verified(self) -> int:
+        """Positions of its widest verify pass."""
+        policies: list[Any] = [build_lookahead(one) for one in self.policies if one["kind"] == DYNAMIC]
+        return max(self.num_drafted[-1] + 1, *self.tree_nodes, *(one.num_nodes for one in policies), 1)
 
     def run_as(self, lookahead: Mapping[str, Any]) -> dict[str, Any]:
         """A drafter of a comparison's config."""
@@ -118,6 +125,9 @@ def candidates_of(
         label = f"{variant.label}.tree{shape.num_nodes}d{shape.depth}"
         found.append(Candidate(label, variant, lookahead, shape.depth, shape))
     for policy in variant.policies:
+        if policy["kind"] == DYNAMIC:
+            found += _dynamic(variant, policy, accuracies or [])
+            continue
         kept = _within(policy, chains[-1])
         found.append(Candidate(f"{variant.label}.{kept['kind']}", variant, kept, build_lookahead(kept).max_drafted))
     return found
@@ -132,7 +142,7 @@ def tree_shapes(sizes: Sequence[int], accuracies: Sequence[Sequence[float]]) -> 
 def to_measure(candidates: Sequence[Candidate]) -> dict[str, Candidate]:
     """What is run to know a variant's costs: its shortest and longest chain, and its largest tree, by those names."""
     chains = {one.most: one for one in candidates if one.lookahead["kind"] == "fixed"}
-    trees = {one.shape.num_nodes: one for one in candidates if one.shape}
+    trees = {one.shape.num_nodes: one for one in candidates if one.shape and one.lookahead["kind"] == "tree"}
     return {
         "shortest": chains[min(chains)],
         "longest": chains[max(chains)],
@@ -153,11 +163,23 @@ def _policy(label: str, given: Any) -> dict[str, Any]:
         given = OmegaConf.to_container(load_conf("lookahead", given))
     if not isinstance(given, Mapping) or not given.get("kind"):
         raise UserError(f"the grid of {label}: policies={given!r}: give conf/lookahead names or mappings with `kind`.")
-    if given["kind"] not in ADAPTIVE:
-        raise UserError(
-            f"the grid of {label}: no policy {given['kind']!r} among chains. {allowed(given['kind'], ADAPTIVE)}"
-        )
+    if given["kind"] not in (*ADAPTIVE, DYNAMIC):
+        names = allowed(given["kind"], [*ADAPTIVE, DYNAMIC])
+        raise UserError(f"the grid of {label}: {given['kind']!r} is no policy that adapts. {names}")
     return {str(key): value for key, value in given.items()}
+
+
+def _dynamic(variant: Variant, policy: Mapping[str, Any], accuracies: Sequence[Sequence[float]]) -> list[Candidate]:
+    """A dynamic tree, with the static one of its size and depth as what it is predicted by. None for drafters without
+    trees, or without a tree in the grid to know costs from.
+    """
+    if not accuracies or not variant.tree_nodes:
+        return []
+    built: Any = build_lookahead(policy)
+    depth = min(built.depth, len(accuracies))
+    kept = {**policy, "depth": depth}
+    shape, _ = best_shape(accuracies[:depth], built.num_nodes)
+    return [Candidate(f"{variant.label}.{DYNAMIC}{built.num_nodes}", variant, kept, depth, shape)]
 
 
 def _within(policy: Mapping[str, Any], longest: int) -> dict[str, Any]:

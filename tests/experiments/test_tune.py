@@ -51,7 +51,7 @@ def test_killed_in_the_middle_it_goes_on_and_runs_only_what_is_promising(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def killed(tracker: object, record: object) -> None:
-        (begun,) = tmp_path.glob("tune/tune-candidates-*/prompts.jsonl") or [None]
+        begun = next(tmp_path.glob("tune/tune-candidates-*/prompts.jsonl"), None)
         if begun is not None and len(begun.read_text().splitlines()) == 3:
             raise KeyboardInterrupt
 
@@ -172,13 +172,15 @@ def test_prompts_to_confirm_on_that_were_chosen_on_are_refused(run: Callable[...
 
 
 def test_the_shipped_candidates_are_there_and_make_a_grid() -> None:
-    variants, prompts = tune.checked(config_of())
+    config = config_of()
+    variants, prompts = tune.checked(config)
     assert {one.drafter for one in variants} == {
         "eagle3", "exit_adapter", "medusa", "hydra", "mtp", "independent", "ngram", "hybrid",
     }  # fmt: skip
     grid = [one for variant in variants for one in candidates_of(variant, [[0.5, 0.2, 0.1]] * 3)]
     assert len({one.label for one in grid}) == len(grid) > 80
     assert {prompt.split for prompt in prompts} == {"tune"} and len(prompts) == 12
-    for variant in variants:
-        compared = tune.comparison(config_of(), "check", {variant.label: variant.options}, {})
-        assert compared.drafters
+    drafters = {one.label: one.run_as() for one in grid}
+    assert set(tune.comparison(config, "check", drafters, config.prompts).drafters) == set(drafters), (
+        "labels name files"
+    )

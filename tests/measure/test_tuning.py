@@ -273,7 +273,7 @@ def test_a_draft_gets_no_longer_chain_than_it_can_make_and_trees_only_if_it_grow
         ({}, Grid([0, 1]), "num_drafted=[0, 1]: give whole numbers of 1 or more"),
         ({}, Grid([1], [1]), "tree_nodes=[1]: give whole numbers of 2 or more"),
         ({}, Grid([1], [], ["expected_gian"]), "Did you mean 'expected_gain'?"),
-        ({}, Grid([1], [], [{"kind": "tree", "branches": [2]}]), "no policy 'tree' among chains"),
+        ({}, Grid([1], [], [{"kind": "tree", "branches": [2]}]), "'tree' is no policy that adapts"),
         ({}, Grid([1], [], [3]), "policies=3: give conf/lookahead names"),
     ],
 )
