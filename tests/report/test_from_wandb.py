@@ -32,7 +32,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
     for number, name in enumerate(("b/quick-0123abcd", "b/again-4567cdef", "a/tune-89abcdef")):
         split = "tune" if name.startswith("a") else "report"
-        prompt_set = {f"p{index:02d}": (split, None) for index in range(3)}
+        prompt_set: dict[str, tuple[str, str | None]] = {f"p{index:02d}": (split, None) for index in range(3)}
         write_run(folder / name, made_records(3, 1, seed=number), prompt_set=prompt_set)
     return folder
 
@@ -46,9 +46,9 @@ def project(outputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             kept = [run / name for name in RECORD_FILES if (run / name).exists()]
             project.log(f"records-{run.name}", kept, study=run.parent.name)
         project.log("figures-quick-0123abcd", [])
-        for name, value in {"HOME": home, "NETRC": home / "netrc", "WANDB_CACHE_DIR": home / "cache"}.items():
-            patch.setenv(name, str(value))
-        for name, value in {"WANDB_BASE_URL": project.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}.items():
+        places = {"HOME": str(home), "NETRC": str(home / "netrc"), "WANDB_CACHE_DIR": str(home / "cache")}
+        login = {"WANDB_BASE_URL": project.url, "WANDB_API_KEY": KEY, "WANDB_MODE": "online"}
+        for name, value in {**places, **login}.items():
             patch.setenv(name, value)
         wandb.teardown()
         yield project
