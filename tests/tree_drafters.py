@@ -14,7 +14,17 @@ from tiny_models import prompt_ids, tiny_llama
 
 TARGET = wrap_target(tiny_llama())
 PROMPTS = [prompt_ids(length, seed=length) for length in (1, 9, 70, 5)]
-DRAFTERS = ("early_exit", "independent", "independent_equal", "exit_adapter", "eagle3", "mtp", "medusa", "hydra")
+DRAFTERS = (
+    "early_exit",
+    "layer_skip",
+    "independent",
+    "independent_equal",
+    "exit_adapter",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "hydra",
+)
 COUPLED = dict(sampling=Sampling(temperature=0.9, top_p=0.95), acceptance="coupled", seed=7)
 PENALISED = dict(
     sampling=Sampling(temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.3), acceptance="coupled", seed=7
@@ -25,6 +35,8 @@ PENALISED = dict(
 def drafter_of(name):
     if name == "early_exit":
         return build_drafter("early_exit", TARGET, exit_layer=2)
+    if name == "layer_skip":
+        return build_drafter("layer_skip", TARGET, skip_attention=[2], skip_mlp=[1])
     if name.startswith("independent"):
         model = TARGET if name == "independent_equal" else wrap_target(tiny_llama(seed=5, num_layers=2))
         return build_drafter("independent", TARGET, model=model)

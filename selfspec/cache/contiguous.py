@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ class KVCache:
             chunk.view(rows * self.num_slots, 2 * shape.num_kv_heads, shape.head_dim)
             for shape, chunk in zip(self.shapes, self.storage.split(per_layer), strict=True)
         ]
+        self.alike = neighbours(self.storage, self.shapes, rows * self.num_slots)
         self._views: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._row_starts_B1 = torch.arange(rows, device=device)[:, None] * self.num_slots
         self.slot_ids_S = torch.arange(self.num_slots, device=device)
@@ -107,6 +109,17 @@ class KVCache:
     def release(self, row: int, token_ids: Sequence[int]) -> None: ...
 
     def forget(self) -> None: ...
+
+
+def neighbours(storage: Tensor, shapes: Sequence[LayerShape], num_stored: int) -> list[Tensor]:
+    """Views `[L, slots, 2G*D]` of layers that lie one after the other and have the same shape: mostly one of all."""
+    views, first = list[Tensor](), 0
+    for shape, group in groupby(shapes):
+        width, count = 2 * shape.num_kv_heads * shape.head_dim, len(list(group))
+        end = first + count * num_stored * width
+        views.append(storage[first:end].view(count, num_stored, width))
+        first = end
+    return views
 
 
 @dataclass

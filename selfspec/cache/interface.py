@@ -26,6 +26,7 @@ class Cache(Protocol):
     num_slots: int  # per row, the width of everything that is kept per position
     between_rows: bool  # whether `place` may find tokens that another row has run
     layers: list[Tensor]  # per layer, what a pass writes into: [slots, 2G, D], keys first
+    alike: list[Tensor]  # the same memory: of neighbouring layers of one shape, [L, slots, 2G*D]
     slot_ids_S: Tensor
 
     @property

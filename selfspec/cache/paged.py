@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache.blocks import TRASH, BlockPool
-from selfspec.cache.contiguous import KVCache, Pass
+from selfspec.cache.contiguous import KVCache, Pass, neighbours
 from selfspec.cache.interface import Cache
 from selfspec.cache.storage import EXTENT_STEP, LayerShape, Paged, Storage, slots_for
 from selfspec.cache.tree_block import TreeBlock
@@ -60,6 +60,7 @@ class PagedKVCache:
             chunk.view(num_stored, 2 * shape.num_kv_heads, shape.head_dim)
             for shape, chunk in zip(self.shapes, self.storage.split(per_layer), strict=True)
         ]
+        self.alike = neighbours(self.storage, self.shapes, num_stored)
         self.table_BN = torch.full((rows, self.num_slots // block_size), TRASH, dtype=torch.int64, device=device)
         self.writable_from_B = torch.zeros(rows, dtype=torch.int64, device=device)
         self.slot_ids_S = torch.arange(self.num_slots, device=device)

@@ -35,7 +35,7 @@ from selfspec.drafters.base import Foretold, Limited
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Rule, Sampling, build_rule, build_transforms
-from selfspec.sampling.acceptance.tree_rules import build_tree_rule
+from selfspec.sampling.acceptance.tree_rules import tree_rule_of
 from selfspec.target import Target
 
 
@@ -113,7 +113,7 @@ class Decoder:
         guard = GuardedProcessors(transforms.processors) if transforms.processors else None
         if guard is not None:
             transforms = build_transforms(sampling, [guard], target.vocab_size)
-        tree_rule = build_tree_rule(rule.name, sampling) if drafts_trees(policy) else None
+        tree_rule = tree_rule_of(rule, sampling) if drafts_trees(policy) else None
         sampler = Sampler(transforms, rule, seed, guard, tree_rule)
         stop = StopStrings(stop_strings or (), target.tokenizer)
         eos = () if ignore_eos else _eos_ids(target, eos_token_ids)

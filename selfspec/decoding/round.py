@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from selfspec.decoding.drafting import Drafting
-from selfspec.decoding.tree_drafting import GrowsTrees, TreeDrafting
+from selfspec.decoding.dynamic_drafting import DynamicTreeDrafting
+from selfspec.decoding.tree_drafting import Growing, GrowsTrees, TreeDrafting
 from selfspec.decoding.tree_round import as_chain, open_tree
 from selfspec.drafters.base import ReadsFeatures, feature_layers_of
+from selfspec.lookahead.tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from selfspec.decoding.rows import Rows
@@ -30,7 +32,7 @@ def decode_round(
     target: Target,
     drafter: Drafter,
     rows: Rows,
-    drafting: Drafting | TreeDrafting,
+    drafting: Drafting | Growing,
     sampler: Sampler,
     stopwatch: Stopwatch,
 ) -> Tensor:
@@ -44,12 +46,15 @@ def decode_round(
 
 def begin_draft(
     rows: Rows, plan: Plan, sampler: Sampler, stopping: Stopping | None = None, may_look: bool = False
-) -> Drafting | TreeDrafting:
+) -> Drafting | Growing:
     """The draft phase of a plan: a chain, or a tree."""
-    return TreeDrafting(rows, plan, sampler) if plan.tree else Drafting(rows, plan, sampler, stopping, may_look)
+    if plan.tree is None:
+        return Drafting(rows, plan, sampler, stopping, may_look)
+    grows = TreeDrafting if isinstance(plan.tree, TreeShape) else DynamicTreeDrafting
+    return grows(rows, plan, sampler)
 
 
-def propose(drafter: Drafter, rows: Rows, drafting: Drafting | TreeDrafting) -> Draft:
+def propose(drafter: Drafter, rows: Rows, drafting: Drafting | Growing) -> Draft:
     if isinstance(drafting, Drafting):
         return drafter.propose(rows, drafting)
     assert isinstance(drafter, GrowsTrees), "a policy of trees is refused for other drafters"
@@ -65,8 +70,10 @@ def verify(
     A prefix-exit draft kept the hidden states at layer `draft.first_layer`, so only layers [first_layer, L) run.
     """
     width = draft.tokens_BK.shape[1] + 1
-    hidden_BTM = draft.hidden_BTM if draft.hidden_BTM is not None else target.embed(rows.window(0, width))
-    pass_ = rows.open(0, width) if draft.shape is None else open_tree(rows, draft.shape)
+    hidden_BTM = draft.hidden_BTM
+    if hidden_BTM is None:
+        hidden_BTM = target.embed(rows.window(0, width) if draft.tree is None else draft.tree.tokens_BN)
+    pass_ = rows.open(0, width) if draft.layout is None else open_tree(rows, draft.layout)
     hidden_BTM, features_BTF = target.run_tapped(
         hidden_BTM, draft.first_layer, target.num_layers, pass_, feature_layers
     )

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from selfspec.decoding.processors import GuardedProcessors
 from selfspec.decoding.rows import Rows
-from selfspec.decoding.tree_drafting import tables_of
+from selfspec.decoding.tree_layout import TreeLayout
 from selfspec.drafters.base import Draft
-from selfspec.lookahead.tree_shape import TreeShape
 from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict
-from selfspec.sampling.acceptance.tree import Tree, TreeVerdict
+from selfspec.sampling.acceptance.tree import Children, Tree, TreeVerdict
 from selfspec.sampling.acceptance.tree_rules import TreeRule
 
 
@@ -56,31 +55,55 @@ class Sampler:
         rows.propose(step, token_B[:, None])
         return Drawn(token_B, q_BV, transformed_BV)
 
-    def draw_children(
-        self, rows: Rows, transformed_BV: Tensor, num_children: int, node: int, level: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The children of one node of a draft tree: `TreeRule.draw_children`."""
-        assert self.tree_rule is not None
-        return self.tree_rule.draw_children(transformed_BV, num_children, self._noise(rows, node), level)
+    def transform_level(self, rows: Rows, seen_RnP: Tensor, logits_BnV: Tensor) -> Tensor:
+        """A drafter's own logits at nodes that see these slots -> transformed ones. `[B, 1, V]`, the same at all nodes,
+        stays so unless what they see counts.
+        """
+        if not self.transforms.stateful:
+            return self.transforms(logits_BnV)
+        logits_BnV = logits_BnV.expand(-1, seen_RnP.shape[1], -1)
+        return self.transforms(logits_BnV, self.tree_prefix(rows, seen_RnP))
 
-    def transform_tree(self, rows: Rows, shape: TreeShape, logits_BNV: Tensor) -> Tensor:
+    def draw_children(
+        self,
+        rows: Rows,
+        transformed_BnV: Tensor,
+        num_children: int,
+        first_node: int,
+        num_nodes: int,
+        level: int,
+        most_children: int,
+    ) -> Children:
+        """Of neighbouring nodes of a draft tree: `TreeRule.draw_children`."""
+        assert self.tree_rule is not None
+        noise = self._noise(rows, first_node)
+        return self.tree_rule.draw_children(transformed_BnV, num_children, noise, num_nodes, level, most_children)
+
+    def rank_children(
+        self, rows: Rows, transformed_BnV: Tensor, num_children: int, level: int
+    ) -> tuple[Children, Tensor]:
+        """The likeliest ones, certain, and their log-probabilities: `TreeRule.rank_children`."""
+        assert self.tree_rule is not None
+        return self.tree_rule.rank_children(transformed_BnV, num_children, self._noise(rows, 0), level)
+
+    def transform_tree(self, rows: Rows, layout: TreeLayout, logits_BNV: Tensor) -> Tensor:
         """The target's raw logits at every node of a tree -> the logits of p."""
         if self.guard is not None:
             self.guard.forget()
-        return self.transforms(logits_BNV, self.tree_prefix(rows, shape, slice(0, shape.num_nodes)))
+        return self.transforms(logits_BNV, self.tree_prefix(rows, layout.seen_RNP))
 
     def accept_tree(self, rows: Rows, tree: Tree, logits_BNV: Tensor) -> TreeVerdict:
         assert self.tree_rule is not None
         return self.tree_rule.accept(tree, logits_BNV, self._noise(rows, 0))
 
-    def tree_prefix(self, rows: Rows, shape: TreeShape, nodes: slice) -> Prefix | None:
+    def tree_prefix(self, rows: Rows, seen_RTP: Tensor) -> Prefix | None:
         """A node is conditioned on the row's tokens, its ancestors and itself."""
         if not self.transforms.stateful:
             return None
-        seen_TN = tables_of(shape, rows.device).seen_NN[nodes, 1:]  # the root is the row's last token
+        ancestors_BTP = seen_RTP[..., 1:].expand(rows.num_rows, -1, -1)  # the root is the row's last token
         ends_B1 = torch.where(rows.active_B, rows.lengths_B + 1, 0)[:, None]
-        ancestors_BTN = seen_TN.expand(rows.num_rows, -1, -1)
-        return Prefix(rows.tokens_BS, ends_B1.expand(-1, len(seen_TN)), rows.prompt_lens_B, ancestors_BTN=ancestors_BTN)
+        ends_BT = ends_B1.expand(-1, ancestors_BTP.shape[1])
+        return Prefix(rows.tokens_BS, ends_BT, rows.prompt_lens_B, ancestors_BTN=ancestors_BTP)
 
     def transform(self, rows: Rows, logits_BTV: Tensor) -> Tensor:
         """The target's raw logits at the pending and the drafted tokens -> the logits of p."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.lookahead.tree_shape import TreeShape
+    from selfspec.decoding.tree_layout import TreeLayout
     from selfspec.sampling import Rule
     from selfspec.sampling.acceptance.tree import Tree
 
@@ -33,7 +33,7 @@ class Draft:
     hidden_BTM: Tensor | None = None  # [B, K+1, M] at the input of `first_layer`, pending and drafted tokens
     first_layer: int = 0  # layers [0, first_layer) have run on all K+1 tokens
     tree: Tree | None = None  # then tokens_BK are its nodes without the root, and K+1 above is their number with it
-    shape: TreeShape | None = None
+    layout: TreeLayout | None = None  # where the tree's nodes stand
     source_B: Tensor | None = None  # int64, which part of a drafter of several made each row's draft; None: 0
 
 

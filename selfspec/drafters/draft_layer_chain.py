@@ -28,7 +28,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -89,7 +89,7 @@ class ChainDrafter:
             drafting.draw(self.parts.logits(hidden_B1M)[:, 0])
         return drafting.draft()
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """As a chain, with all nodes of a level at once, each on its parent's output."""
         state, extent = state_of(rows), rows.extent(0, growing.plan.width)
         hidden_BnM = state.output_BM[:, None]
@@ -99,7 +99,7 @@ class ChainDrafter:
                 positions_BT, block = growing.block(nodes, behind=1)
                 pass_ = state.cache.open(positions_BT, extent, tree=block)
                 next_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
-                hidden_BnM = self._step(hidden_BnM.index_select(1, growing.parents), next_ids_BT, pass_)
+                hidden_BnM = self._step(growing.of_parents(hidden_BnM), next_ids_BT, pass_)
             growing.grow(self.parts.logits(hidden_BnM))
         return growing.draft()
 

@@ -24,7 +24,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -82,7 +82,7 @@ class EarlyExit:
             hidden.append(shallow(step + 1))  # the last drafted token is run, though nothing is drafted from it
         return drafting.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """Every node goes through layers [0, E), the leaves too: they are verified from there."""
         exit_layer = self.exit_layer if growing.plan.exit_layer is None else growing.plan.exit_layer
         head = self._head
@@ -95,11 +95,10 @@ class EarlyExit:
             return self.target.run_layers(self.target.embed(token_ids_BT), 0, exit_layer, pass_)
 
         hidden = [shallow(slice(0, 1))]
-        for level in growing:
+        for _ in growing:
             num_inner = growing.nodes.stop - growing.nodes.start
             growing.grow(head(hidden[-1][:, :num_inner]))
-            first, _, end = growing.shape.levels[level + 1]
-            hidden.append(shallow(slice(first, end)))
+            hidden.append(shallow(growing.drawn))
         return growing.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 
 

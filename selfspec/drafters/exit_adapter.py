@@ -27,7 +27,7 @@ from selfspec.target.fused import RMSNorm
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ExitAdapter:
             hidden.append(hidden_B1M)
         return drafting.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """Every node goes through layers [0, E) and the trained layer, the leaves too."""
         cache, target, extent = _cache_of(rows), self.target, rows.extent(0, growing.plan.width)
 
@@ -97,11 +97,10 @@ class ExitAdapter:
 
         hidden_BnM, adapted_BnM = shallow(slice(0, 1))
         hidden = [hidden_BnM]
-        for level in growing:
+        for _ in growing:
             num_inner = growing.nodes.stop - growing.nodes.start
             growing.grow(self._unembed(self._norm(adapted_BnM[:, :num_inner])))
-            first, _, end = growing.shape.levels[level + 1]
-            hidden_BnM, adapted_BnM = shallow(slice(first, end))
+            hidden_BnM, adapted_BnM = shallow(growing.drawn)
             hidden.append(hidden_BnM)
         return growing.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
 

@@ -48,7 +48,7 @@ from selfspec.target.fused import RMSNorm
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -140,13 +140,13 @@ class Hydra:
             drafting.draw(self._outputs(self._state(step, read_B1X), step)[:, 0])
         return drafting.draft()
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """As a chain, each node on the tokens of its own path."""
         read_BnX = self._norm(state_of(rows).hidden_BM[:, None])
         for level in growing:
             nodes = growing.nodes
             if level > 0:
-                read_BnX = read_BnX.index_select(1, growing.parents)
+                read_BnX = growing.of_parents(read_BnX)
             last_BnM = self.target.embed(rows.window(nodes.start, nodes.stop - nodes.start))
             read_BnX = torch.cat([read_BnX, last_BnM], -1)
             growing.grow(self._outputs(self._state(level, read_BnX), level))

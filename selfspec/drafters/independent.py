@@ -32,7 +32,7 @@ from selfspec.target.stack import spread
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 VOCABULARY = "draft_vocab.safetensors"
@@ -95,7 +95,7 @@ class Independent:
             drafting.draw(self._logits(hidden_BTM[:, -1:])[:, 0])
         return drafting.draft()
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         cache, extent, behind = _cache_of(rows), rows.extent(0, growing.plan.width), growing.plan.behind
         for level in growing:
             nodes = growing.nodes

@@ -40,7 +40,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -106,13 +106,12 @@ class Medusa:
             drafting.draw(logits_BKV[:, step])
         return drafting.draft()
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """A head's candidates are the same below every node of its level: it has not seen which were drawn."""
         states_BKM = self._states(state_of(rows).hidden_BM[:, None], growing.plan.num_drafted)
         logits_BKV = self._outputs(states_BKM)
         for level in growing:
-            num_nodes = growing.nodes.stop - growing.nodes.start
-            growing.grow(logits_BKV[:, level : level + 1].expand(-1, num_nodes, -1))
+            growing.grow(logits_BKV[:, level : level + 1])
         return growing.draft()
 
     def _states(self, hidden_B1M: Tensor, num_drafted: int) -> Tensor:

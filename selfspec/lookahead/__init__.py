@@ -12,6 +12,7 @@ from selfspec.config import allowed, conf_names, load_conf
 from selfspec.errors import UserError
 from selfspec.lookahead.bandit import Bandit
 from selfspec.lookahead.confidence import AdaptiveThreshold, Confidence
+from selfspec.lookahead.dynamic_tree import DynamicTree
 from selfspec.lookahead.entropy import Entropy
 from selfspec.lookahead.expected_gain import ExpectedGain
 from selfspec.lookahead.fixed import Fixed
@@ -40,6 +41,7 @@ POLICIES: dict[str, type] = {
     "expected_gain": ExpectedGain,
     "bandit": Bandit,
     "tree": Tree,
+    "dynamic_tree": DynamicTree,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from selfspec.lookahead.tree_growth import TreeGrowth
 from selfspec.lookahead.tree_shape import TreeShape
 
 MOST_BEHIND = 256  # what is missing beyond this stays missing: it costs acceptance, and nothing else
@@ -18,13 +19,13 @@ class Plan:
 
     num_drafted: int  # K, the most that is drafted; a policy with `goes_on` may end a row's draft before
     exit_layer: int | None = None  # for drafters that exit; None: their own
-    tree: TreeShape | None = None  # None: a chain; num_drafted is a tree's depth
+    tree: TreeShape | TreeGrowth | None = None  # None: a chain; num_drafted is a tree's depth
     behind: int = 0  # tokens that a drafter's own cache may lack, because the last rounds drafted nothing
 
     @property
     def width(self) -> int:
-        """Tokens that the round verifies, and slots that it writes."""
-        return self.num_drafted + 1 if self.tree is None else self.tree.num_nodes
+        """Slots that the round writes behind a row's text, the pending token's included."""
+        return self.num_drafted + 1 if self.tree is None else self.tree.num_slots
 
     def after(self, num_undrafted: int) -> Plan:
         """The same round after so many without a draft; rounded up, so that few shapes occur."""

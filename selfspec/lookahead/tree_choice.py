@@ -88,7 +88,7 @@ def check_costs(verify_cost: Mapping[int, float]) -> int:
     """The widest measured pass; UserError for what is no cost."""
     if 1 not in verify_cost or any(width < 1 or not cost > 0 for width, cost in verify_cost.items()):
         raise UserError(
-            f"verify_cost={dict(verify_cost)}: give costs above 0 by number of positions, that of 1 position among them."
+            f"verify_cost={dict(verify_cost)}: give costs above 0 by number of positions, 1 position among them."
         )
     return max(verify_cost)
 

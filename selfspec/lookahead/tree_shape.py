@@ -32,6 +32,11 @@ class TreeShape:
         """With the root."""
         return len(self.parents) + 1
 
+    @property
+    def num_slots(self) -> int:
+        """One per node."""
+        return self.num_nodes
+
     @cached_property
     def depths(self) -> tuple[int, ...]:
         depths = [0]

@@ -2,7 +2,8 @@
 
 Nothing of this is on a clock. A traced prompt is decoded once more, with the same seed, under an acceptance rule that
 is watched; the round times on the page are those of the measured generation, as long as its rounds were the same ones.
-At temperature 0, where p and q are one-hot, what is kept is the softmax of the logits whose argmax decides.
+At temperature 0, where p and q are one-hot, what is kept is the softmax of the logits whose argmax decides. Of a draft
+tree the page shows the path that was taken and, behind its end, the likeliest candidates that were not.
 Cost: one more generation per traced prompt and method, with a few host reads per round.
 """
 
@@ -10,16 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.decoding.loop import RoundEvent
+from selfspec.decoding.tree_round import walked
 from selfspec.measure.protocol import Item, Method, request_seed
 from selfspec.records import Key, PromptRecord, TraceRecord, TraceRound, TraceToken
 from selfspec.sampling import NoiseKey, Rule, Verdict
+from selfspec.sampling.acceptance.tree import Children, Tree, TreeVerdict
+from selfspec.sampling.acceptance.tree_rules import TreeRule
 
 
 @dataclass
@@ -50,6 +54,49 @@ class Watched:
         self.last_p = [number(p_TV[place, token]) for place, token in enumerate(drafted_BK[0].tolist())]
         self.last_own_p = number(p_TV[int(verdict.num_accepted_B[0]), int(verdict.next_token_B[0])])
         return verdict
+
+    def watch_tree(self, tree_rule: TreeRule) -> TreeRule:
+        return WatchedTree(tree_rule, self)
+
+
+@dataclass
+class WatchedTree:
+    """The tree form of a watched rule: notes the nodes that `walked` gives as drafted."""
+
+    rule: TreeRule
+    notes: Watched
+
+    def __post_init__(self) -> None:
+        self.name, self.lossy, self.needs_q = self.rule.name, self.rule.lossy, self.rule.needs_q
+
+    def draw_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, num_nodes: int, level: int, most_children: int
+    ) -> Children:
+        children = self.rule.draw_children(logits_BnV, num_children, noise, num_nodes, level, most_children)
+        return replace(children, log_q_BnC=log_q(logits_BnV, children.tokens_BnC))
+
+    def rank_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
+    ) -> tuple[Children, Tensor]:
+        children, scores_BnC = self.rule.rank_children(logits_BnV, num_children, noise, level)
+        return replace(children, log_q_BnC=log_q(logits_BnV, children.tokens_BnC)), scores_BnC
+
+    def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
+        verdict = self.rule.accept(tree, logits_BNV, noise)
+        assert tree.log_q_BN is not None, "its children were drawn by this rule"
+        p_NV, tokens, notes = torch.softmax(logits_BNV[0].float(), -1), tree.tokens_BN[0].tolist(), self.notes
+        nodes = [node for node in walked(tree, verdict.path_BD)[0].tolist() if node > 0]
+        end = [0, *nodes][int(verdict.num_accepted_B[0])]
+        notes.last_q = [number(tree.log_q_BN[0, node].exp()) for node in nodes]
+        notes.last_p = [number(p_NV[parent, tokens[node]]) for parent, node in zip([0, *nodes], nodes, strict=False)]
+        notes.last_own_p = number(p_NV[end, int(verdict.next_token_B[0])])
+        return verdict
+
+
+def log_q(logits_BnV: Tensor, tokens_BnC: Tensor) -> Tensor:
+    """Of these tokens under the draft, without the noise that a rule may add to choose them."""
+    log_q_BnV = torch.log_softmax(logits_BnV.float(), -1).expand(-1, tokens_BnC.shape[1], -1)
+    return log_q_BnV.gather(-1, tokens_BnC)
 
 
 def number(value: Tensor) -> float | None:

@@ -33,7 +33,8 @@ def policies(name):
 
 
 @pytest.mark.parametrize("drafter, max_batch_rows", [("early_exit", 1), ("independent", 3), ("ngram", 3)])
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fixed", "tree"}))  # trees: tests/decoding/test_trees.py
+# trees: tests/decoding/test_trees.py
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"fixed", "tree", "dynamic_tree"}))
 def test_tokens_do_not_depend_on_the_policy(policy, drafter, max_batch_rows):
     for options in ({}, SAMPLED):
         options = dict(max_new_tokens=20, ignore_eos=True, **options)

@@ -63,7 +63,7 @@ def test_heads_end_the_depth_and_copies_have_no_ranks():
 def test_a_tree_is_counted_on_the_measured_paths():
     measured = RankAccuracy(torch.tensor([[0, 1], [1, 0], [0, 0], [2, 0], [0, -1]]), 3)
     assert measured.tested == [5, 4] and measured.counts == [[3, 1, 1], [3, 1, 0]]
-    assert measured.expected_accepted(shape_of_paths([[0], [1], [0, 1]])) == (2 + 1 + 1 + 0) / 4
+    assert measured.expected_accepted(shape_of_paths([[0], [1], [0, 0], [0, 1]])) == (2 + 1 + 2 + 0) / 4
     with pytest.raises(UserError, match="depth 3 cannot be counted"):
         measured.expected_accepted(shape_of_paths([[0], [0, 0], [0, 0, 0]]))
 

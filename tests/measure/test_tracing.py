@@ -11,13 +11,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from selfspec import Sampling, build_drafter, wrap_target
 from selfspec.config import CompareConfig, conf_dir, resolve
 from selfspec.errors import UserError
+from selfspec.lookahead import build_lookahead
+from selfspec.measure.methods import Settings, decode_method
 from selfspec.measure.tracing import number, piece
 from selfspec.records import read_run, read_traces
 from selfspec.report.build import build_report
 from selfspec.run import run_compare
 from selfspec.target import load_target
+from tiny_models import prompt_ids, tiny_llama
 
 EXIT_LAYER = 2
 
@@ -129,3 +133,48 @@ def test_a_real_browser_shows_the_real_runs_rounds(sampled_run, tmp_path):
         assert num_rounds == len(record.rounds)
         assert num_rejected == sum(entry.num_drafted - entry.num_accepted for entry in record.rounds)
         assert len(text) > 0
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("acceptance", ["greedy", "rejection", "coupled"])
+@pytest.mark.parametrize(
+    "lookahead",
+    [
+        {"kind": "tree", "paths": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 0, 0]]},
+        {"kind": "dynamic_tree", "depth": 3, "top_k": 4, "num_nodes": 12},
+    ],
+    ids=["tree", "dynamic_tree"],
+)
+def test_of_a_tree_the_path_and_the_likeliest_rejected_candidates_are_shown_with_p_and_q(lookahead, acceptance):
+    target = wrap_target(tiny_llama())
+    target.tokenizer = Letters()
+    drafter = build_drafter("early_exit", target, exit_layer=EXIT_LAYER)
+    sampling = Sampling(temperature=0.0 if acceptance == "greedy" else 1.0)
+    settings = Settings(sampling, acceptance, ignore_eos=True)
+    method = decode_method("tree", target, drafter, build_lookahead(lookahead), settings, 120)
+    text, kinds = prompt_ids(9), set()
+    output, recorder = method.generate(text, 24, 3), method.trace(text, 24, 3)
+    assert recorder.shapes == [(r.num_drafted, r.num_accepted, r.num_emitted) for r in output.rounds]
+    for entry in recorder.rounds[:-1]:  # the last one is cut at the limit
+        drafted = [token for token in entry.tokens if token.kind in ("accepted", "rejected")]
+        ids = torch.tensor([text + [token.token_id for token in drafted]])
+        found = target.hf_model(input_ids=ids, output_hidden_states=True)
+        p_TV = found.logits[0].softmax(-1)
+        hidden = target.hf_model.model.norm(found.hidden_states[EXIT_LAYER])
+        q_TV = target.hf_model.lm_head(hidden)[0].softmax(-1)
+        for place, token in enumerate(drafted, len(text) - 1):
+            assert token.p == pytest.approx(float(p_TV[place, token.token_id]), rel=1e-3)
+            assert token.q == pytest.approx(float(q_TV[place, token.token_id]), rel=1e-3)
+        kept = [token for token in entry.tokens if token.kind != "rejected"]
+        own, end = kept[-1], len(text) - 1 + len(kept) - 1
+        assert own.kind in ("correction", "bonus") and own.q is None
+        assert own.p == pytest.approx(float(p_TV[end, own.token_id]), rel=1e-3)
+        kinds |= {token.kind for token in entry.tokens}
+        text = text + [token.token_id for token in kept]
+    assert kinds >= {"accepted", "rejected", "correction"}
+    assert text[9:] == output.token_ids[: len(text) - 9]

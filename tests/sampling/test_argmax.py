@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.sampling.argmax import BLOCK, SMALL, first_argmax
+from selfspec.sampling.argmax import BLOCK, SMALL, best_few, first_argmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -20,3 +20,16 @@ def test_it_is_torch_argmax(vocab_size, dtype):
     scores[1, 1, vocab_size - 1] = torch.inf
     assert torch.equal(first_argmax(scores), scores.argmax(-1))
     assert torch.equal(first_argmax(scores[0, 2]), torch.tensor(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [7, SMALL + 1, 10 * BLOCK + 17, 49152])
+def test_the_best_few_are_those_of_torch_topk(vocab_size, dtype):
+    scores = torch.randn(2, 4, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scores[0, 1] = -torch.inf
+    scores[0, 2, :5] = 50.0  # all of them in one block
+    scores[1, 0, 3:] = -torch.inf
+    values, indices = best_few(scores, 5)
+    assert torch.equal(values, scores.topk(5).values)
+    assert torch.equal(scores.gather(-1, indices), values)
+    assert all(len(set(found)) == 5 for found in indices[1, 1:].tolist()), "no entry twice"

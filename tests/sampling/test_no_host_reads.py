@@ -69,8 +69,8 @@ def test_tree_rules_stay_on_the_device(name: str) -> None:
     key = NoiseKey(3, integers(B), integers(B))
     with Recorder() as recorder:
         p_BNV = transforms(torch.empty(B, N, V, device="meta"), prefix)
-        _, _, q_BV = rule.draw_children(p_BNV[:, 0], C, key, level=0)
-        q_BNV = None if q_BV is None else torch.stack([q_BV] * N, 1)
+        q_BNV = rule.draw_children(p_BNV, C, key, num_nodes=N, level=0, most_children=C).q_BnV
+        rule.rank_children(p_BNV, C, key, level=0)
         rule.accept(Tree(integers(B, N), integers(B, N, C), 2, q_BNV), p_BNV, key)
     assert recorder.foreign == []
 

@@ -154,11 +154,11 @@ def test_coupled_tree_emits_the_targets_own_draws() -> None:
 def test_coupled_children_hold_the_own_draw_when_drafter_and_target_agree() -> None:
     logits = torch.randn(200, V)
     key = NoiseKey(0, torch.arange(200), torch.arange(200))
-    tokens, exist, q = CoupledTree().draw_children(logits, 3, key, level=1)
+    children = CoupledTree().draw_children(logits[:, None], 3, key, num_nodes=1, level=1, most_children=3)
     own = (logits + gumbel(0, key.request_B, key.position_B[:, None] + 1, V)[:, 0]).argmax(-1)
-    assert torch.equal(tokens[:, 0], own)
-    assert exist.all()
-    assert q is None
+    assert torch.equal(children.tokens_BnC[:, 0, 0], own)
+    assert children.exist_BnC.all()
+    assert children.q_BnV is None
 
 
 def test_children_are_drawn_without_replacement_with_the_right_odds() -> None:
@@ -166,11 +166,11 @@ def test_children_are_drawn_without_replacement_with_the_right_odds() -> None:
     n = 60_000
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5])
     rule = RejectionTree()
-    tokens, exist, q = rule.draw_children(
-        logits.expand(n, 4), 2, NoiseKey(0, torch.arange(n), torch.zeros(n, dtype=torch.int64)), level=0
-    )
-    assert exist.all()
-    assert q is not None
+    key = NoiseKey(0, torch.arange(n), torch.zeros(n, dtype=torch.int64))
+    children = rule.draw_children(logits.expand(n, 1, 4), 2, key, num_nodes=1, level=0, most_children=2)
+    tokens = children.tokens_BnC[:, 0]
+    assert children.exist_BnC.all()
+    assert children.q_BnV is not None
     assert (tokens[:, 0] != tokens[:, 1]).all()
     probability = logits.double().softmax(-1)
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
@@ -187,9 +187,37 @@ def test_children_that_do_not_exist_are_marked() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0, -torch.inf]])
     key = NoiseKey(0, torch.tensor([0]), torch.tensor([0]))
     for rule in (RejectionTree(), GreedyTree(), CoupledTree()):
-        tokens, exist, _ = rule.draw_children(logits, 3, key, level=0)
-        assert exist.tolist() == [[True, True, False]]
-        assert sorted(tokens[0, :2].tolist()) == [0, 2]
+        children = rule.draw_children(logits[None], 3, key, num_nodes=1, level=0, most_children=3)
+        assert children.exist_BnC.tolist() == [[[True, True, False]]]
+        assert sorted(children.tokens_BnC[0, 0, :2].tolist()) == [0, 2]
+        ranked, log_BnC = rule.rank_children(logits[None], 3, key, level=0)
+        assert sorted(ranked.tokens_BnC[0, 0, :2].tolist()) == [0, 2] and log_BnC[0, 0, 2] == -torch.inf
+
+
+def test_likely_children_come_with_their_probabilities() -> None:
+    logits, key = torch.tensor([[[0.0, 2.0, 1.0]]]), NoiseKey(0, torch.tensor([0]), torch.tensor([0]))
+    for rule in (GreedyTree(), RejectionTree()):
+        ranked, log_BnC = rule.rank_children(logits, 2, key, level=0)
+        assert ranked.tokens_BnC.tolist() == [[[1, 2]]]
+        assert torch.allclose(log_BnC.exp(), logits.softmax(-1)[..., [1, 2]])
+    certain = torch.tensor([[[-1e9, 0.0, -1e9]]])
+    assert RejectionTree().rank_children(certain, 1, key, level=0)[1].item() == 0.0, "never above 0"
+
+
+def test_neighbouring_nodes_draw_their_children_independently() -> None:
+    """Each node's numbers are its own, however many children it has: else a child would foretell its own children."""
+    n = 4000
+    key = NoiseKey(0, torch.arange(n), torch.zeros(n, dtype=torch.int64))
+    rule, logits = RejectionTree(), torch.zeros(n, 1, 4)
+    root = rule.draw_children(logits, 2, key, num_nodes=1, level=0, most_children=2).tokens_BnC[:, 0, 1]
+    below = NoiseKey(0, key.request_B, key.position_B, step=1)
+    child = rule.draw_children(logits, 1, below, num_nodes=2, level=1, most_children=2).tokens_BnC[:, :, 0]
+    for other in (child[:, 0], child[:, 1]):
+        table = torch.bincount(4 * root + other, minlength=16).reshape(4, 4).numpy()
+        assert stats.chi2_contingency(table).pvalue > ALPHA
+    narrow = rule.draw_children(logits, 1, below, num_nodes=1, level=1, most_children=1).tokens_BnC[:, 0, 0]
+    table = torch.bincount(4 * root + narrow, minlength=16).reshape(4, 4).numpy()
+    assert stats.chi2_contingency(table).pvalue < ALPHA, "negative control: as many numbers as the node has children"
 
 
 def test_removing_tokens_renormalises_and_survives_running_empty() -> None:

@@ -31,12 +31,25 @@ from selfspec.sampling.distribution import draw, probabilities
 @dataclass(frozen=True)
 class Tree:
     """tokens [B, N]; children [B, N, C] node numbers in the order drawn, 0 = none; q [B, N, V] of each node's children,
-    or None when they are certain; depth = levels below the root."""
+    or None when they are certain; depth = levels below the root. log_q [B, N]: how likely the draft found each node
+    below its parent, for records; None where that was not computed."""
 
     tokens_BN: Tensor
     children_BNC: Tensor
     depth: int
     q_BNV: Tensor | None = None
+    log_q_BN: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Children:
+    """Of some nodes per row: tokens [B, n, C], which of them exist, q [B, n, V] unless certain; log q [B, n, C] if it
+    is to be recorded."""
+
+    tokens_BnC: Tensor
+    exist_BnC: Tensor
+    q_BnV: Tensor | None = None
+    log_q_BnC: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,16 +67,18 @@ def follow(tree: Tree, logits_BNV: Tensor, choose: Callable[[Tensor, int], Tenso
     node_B = torch.zeros_like(tree.tokens_BN[:, 0])
     alive_B = torch.ones_like(node_B, dtype=torch.bool)
     path: list[Tensor] = []
-    next_token_B = choose(at(logits_BNV, node_B), 0)
+    logits_BV = at(logits_BNV, node_B)
+    next_token_B = choose(logits_BV, 0)
     for level in range(tree.depth):
         children_BC = at(tree.children_BNC, node_B)
         match_BC = (tree.tokens_BN.gather(1, children_BC) == next_token_B[:, None]) & (children_BC > 0)
-        bad_B = faults.logits_fault(at(logits_BNV, node_B).amax(dim=-1)) != faults.OK
+        bad_B = faults.logits_fault(logits_BV.amax(dim=-1)) != faults.OK
         alive_B = alive_B & match_BC.any(dim=-1) & ~bad_B
         first_B1 = match_BC.to(torch.int8).argmax(dim=-1, keepdim=True)
         node_B = torch.where(alive_B, children_BC.gather(1, first_B1)[:, 0], node_B)
         path.append(torch.where(alive_B, node_B, 0))
-        next_token_B = torch.where(alive_B, choose(at(logits_BNV, node_B), level + 1), next_token_B)
+        logits_BV = at(logits_BNV, node_B)
+        next_token_B = torch.where(alive_B, choose(logits_BV, level + 1), next_token_B)
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
     return TreeVerdict(num_accepted_B, next_token_B, faults.ending_fault(logits_BNV, node_B, num_accepted_B), path_BD)

@@ -1,11 +1,12 @@
 """Tree acceptance bound to its noise: how a drafter draws the children of a node, and how the tree is judged.
 
-The pure functions are in `tree.py`; these objects only say which noise goes where. A drafter that picks its children
-without randomness (EAGLE's dynamic trees) leaves Tree.q_BNV out, whatever the rule.
+The pure functions are in `tree.py`; these objects only say which noise goes where. Children that are picked without
+randomness (`rank_children`, for EAGLE's dynamic trees) leave Tree.q_BNV out, whatever the rule.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from selfspec.errors import UserError
 from selfspec.sampling.acceptance.tree import (
+    Children,
     Tree,
     TreeVerdict,
     accept_certain,
@@ -20,6 +22,8 @@ from selfspec.sampling.acceptance.tree import (
     draw_without_replacement,
     follow,
 )
+from selfspec.sampling.acceptance.verdict import Rule
+from selfspec.sampling.argmax import best_few, first_argmax
 from selfspec.sampling.distribution import probabilities
 from selfspec.sampling.noise import STREAM_TREE, STREAM_VERIFY, NoiseKey, gumbel, uniforms
 from selfspec.sampling.settings import Sampling
@@ -31,11 +35,21 @@ class TreeRule(Protocol):
     needs_q: bool
 
     def draw_children(
-        self, logits_BV: Tensor, num_children: int, noise: NoiseKey, level: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Children of one node per row: tokens [B, C], which of them exist [B, C], and q [B, V] or None if certain.
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, num_nodes: int, level: int, most_children: int
+    ) -> Children:
+        """Children of neighbouring nodes of one level, from their transformed logits: of `num_nodes`, or [B, 1, V]
+        where they are the same for all (then certain children are those of one node).
 
-        noise.step is the node's number in the tree (its own noise); level its distance from the root.
+        noise.step is the first node's number in the tree; most_children, of any node in it: so much of the noise is a
+        node's own. level: the nodes' distance from the root.
+        """
+        ...
+
+    def rank_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
+    ) -> tuple[Children, Tensor]:
+        """The likeliest children of each node, certain ones whatever the rule, and log-probabilities [B, n, C] that say
+        how likely; −inf for those that do not exist.
         """
         ...
 
@@ -48,12 +62,17 @@ class GreedyTree:
     needs_q = False
 
     def draw_children(
-        self, logits_BV: Tensor, num_children: int, noise: NoiseKey, level: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return (*_best(logits_BV, num_children), None)
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, num_nodes: int, level: int, most_children: int
+    ) -> Children:
+        return _best(logits_BnV, num_children)
+
+    def rank_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
+    ) -> tuple[Children, Tensor]:
+        return _ranked(logits_BnV, num_children)
 
     def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
-        return follow(tree, logits_BNV, lambda logits_BV, level: logits_BV.argmax(dim=-1))
+        return follow(tree, logits_BNV, lambda logits_BV, level: first_argmax(logits_BV))
 
 
 class CoupledTree:
@@ -64,12 +83,21 @@ class CoupledTree:
     needs_q = False
 
     def draw_children(
-        self, logits_BV: Tensor, num_children: int, noise: NoiseKey, level: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return (*_best(_with_gumbel(logits_BV, noise, level), num_children), None)
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, num_nodes: int, level: int, most_children: int
+    ) -> Children:
+        return _best(_with_gumbel(logits_BnV, noise, level), num_children)
+
+    def rank_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
+    ) -> tuple[Children, Tensor]:
+        """Likely is what the draft with that noise finds likely: the output is the same whatever is picked."""
+        return _ranked(_with_gumbel(logits_BnV, noise, level), num_children)
 
     def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
-        return follow(tree, logits_BNV, lambda logits_BV, level: _with_gumbel(logits_BV, noise, level).argmax(dim=-1))
+        def own_draw(logits_BV: Tensor, level: int) -> Tensor:
+            return first_argmax(_with_gumbel(logits_BV[:, None], noise, level)[:, 0])
+
+        return follow(tree, logits_BNV, own_draw)
 
 
 class RejectionTree:
@@ -78,12 +106,20 @@ class RejectionTree:
     needs_q = True
 
     def draw_children(
-        self, logits_BV: Tensor, num_children: int, noise: NoiseKey, level: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        q_BV = probabilities(logits_BV)
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, num_nodes: int, level: int, most_children: int
+    ) -> Children:
+        q_BnV = probabilities(logits_BnV).expand(-1, num_nodes, -1)
         key = (noise.seed, noise.request_B, noise.position_B)
-        u_BC = uniforms(*key, STREAM_TREE, num_children, noise.step * num_children)
-        return (*draw_without_replacement(q_BV, u_BC), q_BV)
+        u_BU = uniforms(*key, STREAM_TREE, num_nodes * most_children, noise.step * most_children)
+        u_BnC = u_BU.unflatten(1, (num_nodes, most_children))[..., :num_children]
+        drawn = draw_without_replacement(q_BnV.flatten(0, 1), u_BnC.flatten(0, 1))
+        tokens_BnC, exist_BnC = (one.unflatten(0, (-1, num_nodes)) for one in drawn)
+        return Children(tokens_BnC, exist_BnC, q_BnV)
+
+    def rank_children(
+        self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
+    ) -> tuple[Children, Tensor]:
+        return _ranked(logits_BnV, num_children)
 
     def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
         key = (noise.seed, noise.request_B, noise.position_B)
@@ -106,11 +142,26 @@ def build_tree_rule(acceptance: str, sampling: Sampling) -> TreeRule:
     return rules["rejection" if acceptance == "auto" else acceptance]()
 
 
-def _best(scores_BV: Tensor, num_children: int) -> tuple[Tensor, Tensor]:
-    top = scores_BV.topk(num_children, dim=-1)
-    return top.indices, top.values > -torch.inf
+def tree_rule_of(rule: Rule, sampling: Sampling) -> TreeRule:
+    """The tree form of a chain's rule; a rule that watches (`watch_tree`) also watches its tree form."""
+    tree_rule = build_tree_rule(rule.name, sampling)
+    watch: Callable[[TreeRule], TreeRule] | None = getattr(rule, "watch_tree", None)
+    return tree_rule if watch is None else watch(tree_rule)
 
 
-def _with_gumbel(logits_BV: Tensor, noise: NoiseKey, level: int) -> Tensor:
+def _best(scores_BnV: Tensor, num_children: int) -> Children:
+    values_BnC, tokens_BnC = best_few(scores_BnV, num_children)
+    return Children(tokens_BnC, values_BnC > -torch.inf)
+
+
+def _ranked(scores_BnV: Tensor, num_children: int) -> tuple[Children, Tensor]:
+    """Never above 0, so that no path is likelier than its beginning."""
+    values_BnC, tokens_BnC = best_few(scores_BnV, num_children)
+    exist_BnC = values_BnC > -torch.inf
+    log_BnC = (values_BnC.float() - scores_BnV.float().logsumexp(-1, keepdim=True)).clamp(max=0)
+    return Children(tokens_BnC, exist_BnC), torch.where(exist_BnC, log_BnC, -torch.inf)
+
+
+def _with_gumbel(logits_BnV: Tensor, noise: NoiseKey, level: int) -> Tensor:
     position_B1 = noise.position_B[:, None] + level
-    return logits_BV + gumbel(noise.seed, noise.request_B, position_B1, logits_BV.shape[-1])[:, 0]
+    return logits_BnV + gumbel(noise.seed, noise.request_B, position_B1, logits_BnV.shape[-1])
