@@ -19,6 +19,7 @@ from rich.text import Text
 import selfspec
 from selfspec.config import WatchConfig, resolve
 from selfspec.measure.bench import drafter_of, lookahead_of, settings_from
+from selfspec.measure.ranks import in_step
 from selfspec.measure.tracing import piece
 from selfspec.run import entry_point, settle_runtime
 
@@ -55,11 +56,18 @@ class Watcher:
 @entry_point("generate")
 def main(composed: DictConfig) -> None:
     config = resolve(WatchConfig, composed)
-    settle_runtime(config)
+    with in_step(config.runtime):
+        settle_runtime(config)
+        watch(config)
+
+
+def watch(config: WatchConfig) -> None:
     settings = settings_from(config)
     options = config.drafter or {"kind": "none"}
     lookahead = lookahead_of(options, config)
-    target = selfspec.load_target(config.target, config.runtime.dtype, config.runtime.device)
+    target = selfspec.load_target(
+        config.target, config.runtime.dtype, config.runtime.device, tensor_parallel=config.runtime.tensor_parallel
+    )
     drafter = drafter_of(options, target)
     as_chat = config.chat and getattr(target.tokenizer, "chat_template", None)
     console = Console(highlight=False)

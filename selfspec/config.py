@@ -99,6 +99,7 @@ class RuntimeConfig:
     dtype: str = "auto"
     num_threads: int | None = None  # null: as torch chooses
     cache: str = "contiguous"  # or "paged": blocks, shared by rows with a common prefix; the same tokens
+    tensor_parallel: int = 1  # processes that share the target, as many as torchrun starts; compare.py and generate.py
 
 
 @dataclass
@@ -245,6 +246,9 @@ def validate(config: GenerateConfig) -> None:
             "runtime.dtype=float16 on a CPU is slow and overflows. Allowed on cpu: float32, bfloat16, float64."
         )
     _at_least("runtime.num_threads", config.runtime.num_threads, 1)
+    _at_least("runtime.tensor_parallel", config.runtime.tensor_parallel, 1)
+    if config.runtime.tensor_parallel > 1 and ":" in device:
+        raise UserError(f"runtime.device={device!r} is one device, and every rank takes its own. Use cuda or auto.")
     _at_least("max_new_tokens", config.max_new_tokens, 1)
     _check_lookahead("lookahead", config.lookahead)
     if isinstance(config, WatchConfig) and not config.prompt.strip():
@@ -318,6 +322,8 @@ def canonical(config: CompareConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     kept = {str(key): value for key, value in plain.items() if key not in NOT_HASHED}
     kept["runtime"]["device"] = kept["runtime"]["device"].split(":")[0]
+    if kept["runtime"]["tensor_parallel"] == 1:  # so that runs from before there was such a thing keep their names
+        del kept["runtime"]["tensor_parallel"]
     return kept
 
 

@@ -32,6 +32,7 @@ from selfspec.errors import UserError
 from selfspec.measure.bench import Bench, assemble
 from selfspec.measure.costs import costs
 from selfspec.measure.protocol import measure, warm_up
+from selfspec.measure.ranks import failed_elsewhere, in_step, said_once, seen_by_first
 from selfspec.measure.speed import read_bandwidth
 from selfspec.measure.tracing import trace
 from selfspec.mirror import keep_files
@@ -51,8 +52,16 @@ def run_compare(composed: DictConfig) -> dict[str, Any]:
     """
     config = resolve(CompareConfig, composed)
     refuse_side_by_side(config)
-    settle_runtime(config)
-    folder = choose_folder(config)
+    with in_step(config.runtime) as first:
+        settle_runtime(config)
+        if not first:
+            config.tracking = {"kind": "none"}
+        with seen_by_first(choose_folder(config), first) as folder:
+            return compare_into(folder, config)
+
+
+def compare_into(folder: Path, config: CompareConfig) -> dict[str, Any]:
+    """Measures into the folder, unless that is done; prints the table."""
     measured_before = (folder / "DONE").exists()
     if not measured_before:
         measure_into(folder, config)
@@ -67,7 +76,11 @@ def run_compare(composed: DictConfig) -> dict[str, Any]:
 
 
 def settle_runtime(config: GenerateConfig) -> None:
-    """Replaces `auto` by what this machine has, so that the hash names what really runs."""
+    """Replaces `auto` by what this machine has, so that the hash names what really runs. UserError for a target on
+    several ranks in an entry point that has not brought them together (`in_step`).
+    """
+    if config.runtime.tensor_parallel > 1 and not torch.distributed.is_initialized():
+        raise UserError("runtime.tensor_parallel is for compare.py and generate.py. Leave it at 1 here.")
     device = choose_device(config.runtime.device)
     config.runtime.dtype = str(choose_dtype(config.runtime.dtype, device)).removeprefix("torch.")
     config.runtime.device = str(device)
@@ -312,7 +325,11 @@ def user_errors(function: Callable[..., object]) -> Callable[..., object]:
             message = composition_message(error)
         except KeyboardInterrupt:
             sys.exit(130)
-        sys.exit(f"error: {' '.join(message.split())}")
+        except Exception:
+            if failed_elsewhere():  # another rank has said why; this one only lost it
+                sys.exit(1)
+            raise
+        sys.exit(said_once(f"error: {' '.join(message.split())}"))
 
     return guarded
 

@@ -37,6 +37,7 @@ from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Rule, Sampling, build_rule, build_transforms
 from selfspec.sampling.acceptance.tree_rules import tree_rule_of
 from selfspec.target import Target
+from selfspec.target.tensor_parallel import check_same
 
 
 class Decoder:
@@ -67,7 +68,7 @@ class Decoder:
         self.drafter: Drafter = check_drafter(target, drafter)
         self.max_batch_rows = max_batch_rows
         self.storage = storage_for(cache)
-        self.mode = check_mode(rounds)
+        self.mode = mode_for(target, rounds)
         self.memory_limit_bytes = memory_limit_bytes
         # the longest requests seen, in tokens: what the cache is made for
         self._longest = [capacity] * max_batch_rows if capacity else []
@@ -107,6 +108,8 @@ class Decoder:
             raise UserError("prompts is a list of prompts; given: one text. Write [text].")
         counts = token_counts(max_new_tokens, len(prompts))
         arrivals = arrival_times(arrivals_s, len(prompts))
+        if target.ranks > 1 and any(arrivals):
+            raise UserError("arrivals_s needs one clock, and every rank of a tensor-parallel target has its own.")
         policy = lookahead_for(self.drafter, lookahead)
         rule = build_rule(acceptance, sampling)
         transforms = build_transforms(sampling, processors, target.vocab_size)
@@ -148,6 +151,7 @@ class Decoder:
         except BaseException:
             self.rows = None  # a half-written round is not worth keeping
             raise
+        check_same("tokens", [outputs[index].token_ids for index in range(len(requests))], target.ranks)
         return [outputs[index] for index in range(len(requests))]
 
     def estimate(
@@ -268,6 +272,14 @@ def check_drafter(target: Target, drafter: Drafter | None) -> Drafter:
             "selfspec.build_drafter(name, target, ...)."
         )
     return drafter
+
+
+def mode_for(target: Target, rounds: str) -> str:
+    """How rounds are run. A target on several ranks runs them eagerly: a graph around their all-reduces is untested."""
+    mode = check_mode(rounds)
+    if target.ranks > 1 and mode in ("whole", "split"):
+        raise UserError(f"rounds={mode!r} is not possible for a tensor-parallel target. Use rounds='auto' or 'eager'.")
+    return "eager" if target.ranks > 1 else mode
 
 
 def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:

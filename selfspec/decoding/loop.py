@@ -25,6 +25,7 @@ from selfspec.drafters import Drafter
 from selfspec.lookahead import Lookahead, Observing, Plan, RoundOutcome, Stopping
 from selfspec.records import RoundRecord
 from selfspec.sampling import raise_for
+from selfspec.target.tensor_parallel import told_by_first
 
 REASONS = {HIT_EOS: "eos", HIT_LENGTH: "length"}
 
@@ -106,7 +107,8 @@ def run_requests(
         # one that finished in a round that was read meanwhile has no part in this one
         reports = {row: RoundReport.parse(lines[row]) for row, one in occupants.items() if running.get(row) is one}
         if isinstance(lookahead, Observing) and drafter.max_drafted != 0:
-            lookahead.observe(outcome_of(plan, list(reports.values()), stopwatch))
+            seconds = told_by_first(phase_seconds(stopwatch), rows.target.ranks)
+            lookahead.observe(outcome_of(plan, list(reports.values()), seconds))
         for row, report in reports.items():
             if hand_out(rows, row, occupants[row], report, sampler, stop, stopwatch, on_round):
                 outputs[occupants[row].request.index] = running.pop(row).output
@@ -114,14 +116,14 @@ def run_requests(
     return outputs
 
 
-def outcome_of(plan: Plan, reports: list[RoundReport], stopwatch: Stopwatch) -> RoundOutcome:
+def outcome_of(plan: Plan, reports: list[RoundReport], seconds: tuple[float, float, float]) -> RoundOutcome:
     """What the policy is told of a round."""
     return RoundOutcome(
         plan,
         [report.num_drafted for report in reports],
         [report.num_accepted for report in reports],
         [report.num_emitted for report in reports],
-        *phase_seconds(stopwatch),
+        *seconds,
     )
 
 

@@ -114,7 +114,7 @@ def blank_parts(target: Target, kind: str) -> nn.ModuleDict:
 
 def target_like(target: Target, layer: Any, like_layer: int) -> DraftLayer:
     """A layer of the target's kind, with the rotary embedding and the window of the target's layer `like_layer`."""
-    shape = target.layer_shapes[0]
+    shape = target.whole_layer_shape
     return DraftLayer(
         layer,
         target.queries_per_group * shape.num_kv_heads,

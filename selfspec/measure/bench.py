@@ -50,7 +50,9 @@ def assemble(config: CompareConfig) -> Bench:
     if config.measure.max_prompts is not None:
         prompts = take_evenly(prompts, config.measure.max_prompts)
     lookaheads = {label: lookahead_of(options, config) for label, options in config.drafters.items()}
-    target = load_target(config.target, config.runtime.dtype, config.runtime.device)
+    target = load_target(
+        config.target, config.runtime.dtype, config.runtime.device, tensor_parallel=config.runtime.tensor_parallel
+    )
     longest = longest_prompt(target, prompts, config.max_new_tokens)
     items = [make_item(target, prompt) for prompt in prompts]
     widths = [max(one.max_drafted + 1, getattr(one, "max_width", 0)) for one in lookaheads.values()]  # of a round

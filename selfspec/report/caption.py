@@ -67,6 +67,7 @@ def _facts(item: Measured) -> list[str]:
         _dtype(config, provenance),
         _field("{} cache", config, "runtime", "cache").replace("contiguous cache", ""),
         _sampling(config.get("sampling")),
+        _ranks(config),
         _field("acceptance {}", config, "acceptance").replace("acceptance auto", ""),
         _lookahead(config),
         _prompts(summary),
@@ -88,6 +89,12 @@ def _dtype(config: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
 
 
 def _sampling(sampling: object) -> str:
+def _ranks(config: Mapping[str, Any]) -> str:
+    """Said where processes share the target."""
+    ranks = _field("{}", config, "runtime", "tensor_parallel")
+    return f"{ranks} ranks (tensor parallel)" if ranks not in ("", "1") else ""
+
+
     """The temperature, and every other transform that is not at its neutral value."""
     if not isinstance(sampling, Mapping) or "temperature" not in sampling:
         return ""

@@ -27,6 +27,7 @@ from selfspec.target.families import FAMILIES
 from selfspec.target.fetch import convert_gguf, fetch_smollm2
 from selfspec.target.fused import FUSABLE, fuse
 from selfspec.target.stack import Target
+from selfspec.target.tensor_parallel import join, load_cut
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -44,6 +45,7 @@ def load_target(
     fused: bool | None = None,
     adapter: str | Path | None = None,
     with_tokenizer: bool = True,
+    tensor_parallel: int = 1,
 ) -> Target:
     """A target by conf/target name ("smollm2-135m"), local folder, .gguf file or hub id.
 
@@ -53,6 +55,9 @@ def load_target(
     dtype "auto": bfloat16 on CUDA, float32 on CPU. fused None: packed, fused layers where they are to be had (see
     `selfspec.target.fused`); False: transformers' own layers. Raises UserError naming what exists when nothing by
     that name does.
+
+    tensor_parallel: the processes, started by torchrun, that share the target (`selfspec.target.tensor_parallel`).
+    Every one of them has to make the same calls.
     """
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
@@ -68,6 +73,12 @@ def load_target(
             merge_adapter(model, config.adapter)
         return in_dtype(model, chosen_dtype).to(device=chosen_device)
 
+    if tensor_parallel != 1:
+        _check_can_be_cut(config, fused)
+        join(tensor_parallel)
+        with _quietly_from(_folder(config)) as path:
+            model = load_cut(path, chosen_dtype, chosen_device, tensor_parallel, **_options(config))
+        return wrap_target(in_dtype(model, chosen_dtype), load_tokenizer(config) if with_tokenizer else None, name)
     target = wrap_target(load_model(), load_tokenizer(config) if with_tokenizer else None, name)
     if fused is not False and not fuse(target, reload=load_model) and fused:
         raise UserError(
@@ -75,6 +86,18 @@ def load_target(
             f"Allowed: {', '.join(FUSABLE)} in float32 or bfloat16 on a CPU whose torch has oneDNN. Use fused=None."
         )
     return target
+
+
+def _check_can_be_cut(config: TargetConfig, fused: bool | None) -> None:
+    reason = None
+    if config.kind == "random":
+        reason = "of random weights: save it (hf_model.save_pretrained) and load the folder"
+    if config.adapter:
+        reason = "with an adapter: merge it, save the merged model, and load that folder"
+    if fused:
+        reason = "with fused=True: its layers are transformers' own. Use fused=None"
+    if reason:
+        raise UserError(f"tensor_parallel is not possible for a target {reason}.")
 
 
 def choose_device(device: str) -> torch.device:
@@ -183,6 +206,8 @@ def _quietly_from(path: str) -> Iterator[str]:
     transformers_logging.disable_progress_bar()
     try:
         yield path
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(

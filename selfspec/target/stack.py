@@ -30,6 +30,7 @@ from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.identity import fingerprint
 from selfspec.target.packed import PackedLinear
 from selfspec.target.sublayers import thinned
+from selfspec.target.tensor_parallel import local_kv_heads, ranks_of, whole
 from selfspec.target.views import module_view
 from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
 
@@ -57,9 +58,11 @@ class Target:
         self._positions: Any = _part(view, family.learned_positions) if family.learned_positions else None
         self._embed_scale = family.embed_scale(config)
         self.head_module: Any = self._head
-        self.vocab_size: int = self.head_weight_VM.shape[0]
-        self.dtype: torch.dtype = self.head_weight_VM.dtype
-        self.device: torch.device = self.head_weight_VM.device
+        self.vocab_size: int = self.head_module.weight.shape[0]
+        self.dtype: torch.dtype = self.head_module.weight.dtype
+        self.device: torch.device = self.head_module.weight.device
+        self.ranks = ranks_of(model)  # processes that hold a part of it each; 1: this one holds all
+        self._num_kv_heads = local_kv_heads(model, family.heads(config)[0], self.ranks)
         self.windows = [family.window(config, index) for index in range(len(self.layers))]
         self._cache_argument = _cache_argument(self.layers[0])
         self._rotary_tables: dict[str | None, tuple[Tensor, Tensor]] = {}
@@ -105,10 +108,10 @@ class Target:
 
     @property
     def head_weight_VM(self) -> Tensor:
-        """The LM head's plain weight (an untied one that was packed away is loaded again)."""
+        """The LM head's plain weight (an untied one that was packed away is loaded again, one that is cut gathered)."""
         if self.head_module.weight.numel() == 0:
             return self.hf_model.get_output_embeddings().weight
-        return self.head_module.weight
+        return whole(self.head_module.weight)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -125,11 +128,17 @@ class Target:
         """Query heads per key/value head, folded into query rows; 1 where the layers' own attention expands them."""
         if self.family.attention != IMPLEMENTATION:
             return 1
-        return self.config.num_attention_heads // self.layer_shapes[0].num_kv_heads
+        return self.config.num_attention_heads // self.whole_layer_shape.num_kv_heads
 
     @cached_property
     def layer_shapes(self) -> list[LayerShape]:
-        return [LayerShape(*self.family.heads(self.config))] * self.num_layers
+        """What the cache holds per layer: of a target that is cut, this rank's kv heads."""
+        return [LayerShape(self._num_kv_heads, self.whole_layer_shape.head_dim)] * self.num_layers
+
+    @cached_property
+    def whole_layer_shape(self) -> LayerShape:
+        """A layer's kv heads on all ranks together: what a draft's layer of the target's kind has."""
+        return LayerShape(*self.family.heads(self.config))
 
     @cached_property
     def max_positions(self) -> int:

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from selfspec.errors import UserError
+from selfspec.target.tensor_parallel import everywhere, local, ranks_of
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, tied ones once."""
-    return sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+    """Bytes of all parameters that this process holds, tied ones once."""
+    return sum(local(parameter).numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
 def generation_eos_ids(model: Any, config: Any) -> tuple[int, ...]:
@@ -34,12 +35,8 @@ def check_weights(model: Any) -> None:
     if len(devices) > 1:
         raise UserError(
             f"the model's parameters lie on {sorted(devices)}; a target spread over devices (device_map) is not "
-            "supported: move it to one device with model.to(...)"
-        )
-    if any(hasattr(parameter.data, "device_mesh") for parameter in model.parameters()):  # DTensor
-        raise UserError(
-            "the model's parameters are cut across processes (tp_plan); a tensor-parallel target is not supported: "
-            "load it without tp_plan, on one device"
+            "supported: move it to one device with model.to(...), or cut its layers across processes with "
+            "load_target(..., tensor_parallel=<processes>)"
         )
     if devices == {"meta"}:
         raise UserError("the model's parameters lie on the meta device: its weights were never loaded")
@@ -49,7 +46,7 @@ def check_weights(model: Any) -> None:
         )
     if dtypes == {torch.float16} and devices == {"cpu"}:
         raise UserError("float16 on a CPU is not supported; use dtype='float32' or dtype='bfloat16'")
-    if broken := not_finite(model):
+    if broken := everywhere(not_finite(model), ranks_of(model)):
         raise UserError(
             f"{len(broken)} of the model's parameters hold NaN or infinite values, the first is {broken[0]}; "
             "the checkpoint is damaged or was converted to a dtype too small for it"
@@ -58,8 +55,11 @@ def check_weights(model: Any) -> None:
 
 @torch.inference_mode()
 def not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters with a NaN or infinite value, found by their extremes (NaN wins both); one host read."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.numel()]
-    extremes = torch.stack([torch.stack(parameter.aminmax()).float() for _, parameter in named])
+    """Names of the parameters whose part on this process holds a NaN or infinite value, found by their extremes (NaN
+    wins both); one host read.
+    """
+    parts = ((name, local(parameter)) for name, parameter in model.named_parameters())
+    named = [(name, part) for name, part in parts if part.numel()]
+    extremes = torch.stack([torch.stack(part.aminmax()).float() for _, part in named])
     finite = torch.isfinite(extremes).all(1).tolist()
     return [name for (name, _), fine in zip(named, finite, strict=True) if not fine]

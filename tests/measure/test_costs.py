@@ -12,6 +12,7 @@ from selfspec.records import PromptRecord, RoundRecord
 
 # 4 layers of 1,000 bytes, a head of 100 * 8 * 2 = 1,600; keys and values of a token: 2 * 1 * 4 * 2 = 16 bytes a layer
 TARGET = SimpleNamespace(
+    ranks=1,
     dtype=torch.bfloat16,
     vocab_size=100,
     width=8,
