@@ -1,9 +1,9 @@
 """What a round with K drafts costs relative to other K, on a machine whose speed changes and whose clock is noisy.
 
-A round's time is cost(K) times a level: seconds per unit of cost, which the machine's speed and the growing context move
-for all K alike. The level follows every round. Costs are learned where K changes: the first rounds of a K are compared
-with the level that the rounds of other K before them had. (Were they learned from all rounds, nothing would tell a
-costlier K from a slower machine, and the two would drift apart while one K goes on.)
+A round's time is cost(K) times a level: seconds per unit of cost, which the machine's speed and the growing context
+move for all K alike. The level follows every round. Costs are learned where K changes: the first rounds of a K are
+compared with the level that the rounds of other K before them had. (Were they learned from all rounds, nothing would
+tell a costlier K from a slower machine, and the two would drift apart while one K goes on.)
 
 - Costs are medians of the last comparisons, so that one slow round does not count. A K's first round, which may have to
   build kernels, is not compared.

@@ -96,7 +96,7 @@ def acceptance_figure(runs: Sequence[Measured]) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.supxlabel("drafted position", fontsize=8)
         figure.supylabel("share accepted", fontsize=8)
-        figure.legend(*found[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.legend(*found[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return figure
 
 

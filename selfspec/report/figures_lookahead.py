@@ -42,7 +42,7 @@ def lookahead_figure(runs: Sequence[Measured]) -> Figure:
             axes.set_title(plain(group.name + run), fontsize=7)
         figure.supxlabel("K, drafted tokens per round", fontsize=8)
         figure.supylabel("speedup over AR", fontsize=8)
-        figure.legend(*found[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.legend(*found[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
 
 

@@ -1,7 +1,7 @@
 """What `expected_gain` loses by not knowing: against the best fixed K of the same rounds, on a clock of our own.
 
-Costs, acceptance, the machine's speed and its noise are set; what counts is expected tokens over true time, so that only
-choices matter and not the luck of the coins. Deterministic: seeds, no real time.
+Costs, acceptance, the machine's speed and its noise are set; what counts is expected tokens over true time, so that
+only choices matter and not the luck of the coins. Deterministic: seeds, no real time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_the_simulation_tells_a_bad_policy_from_a_good_one():
 
 
 def test_a_draft_that_ended_early_counts_as_one_that_did_not_stand():
-    """A lookup finds a match in one round of seven; that all its copies stand does not make a draft worth 0.3 of a round."""
+    """A lookup that finds a match in one round of seven is not worth 0.3 of a round, although all its copies stand."""
     policy, rng, drafting = ExpectedGain(max_drafted=1), random.Random(0), 0
     for _ in range(600):
         k = policy.choose().num_drafted
