@@ -11,6 +11,7 @@ from typing import Any
 from selfspec.report.checks import machine
 from selfspec.report.runs import Measured
 
+MOST_NAMED = 16  # lookaheads in a caption; more are a grid, and their labels say what they are
 VERSIONS = ("selfspec", "torch", "transformers", "cuda")
 
 
@@ -66,8 +67,8 @@ def _facts(item: Measured) -> list[str]:
         _target(config.get("target")),
         _dtype(config, provenance),
         _field("{} cache", config, "runtime", "cache").replace("contiguous cache", ""),
-        _sampling(config.get("sampling")),
         _ranks(config),
+        _sampling(config.get("sampling")),
         _field("acceptance {}", config, "acceptance").replace("acceptance auto", ""),
         _lookahead(config),
         _prompts(summary),
@@ -88,13 +89,13 @@ def _dtype(config: Mapping[str, Any], provenance: Mapping[str, Any]) -> str:
     return str(resolved) if resolved else _field("{}", config, "runtime", "dtype")
 
 
-def _sampling(sampling: object) -> str:
 def _ranks(config: Mapping[str, Any]) -> str:
     """Said where processes share the target."""
     ranks = _field("{}", config, "runtime", "tensor_parallel")
     return f"{ranks} ranks (tensor parallel)" if ranks not in ("", "1") else ""
 
 
+def _sampling(sampling: object) -> str:
     """The temperature, and every other transform that is not at its neutral value."""
     if not isinstance(sampling, Mapping) or "temperature" not in sampling:
         return ""
@@ -111,6 +112,8 @@ def _lookahead(config: Mapping[str, Any]) -> str:
         for label, drafter in config["drafters"].items()
         if isinstance(drafter, Mapping) and drafter.get("lookahead")
     ]
+    if len(own) > MOST_NAMED:
+        return f"{len(own)} drafters with lookaheads of their own, see config.yaml"
     shared = [_policy(config.get("lookahead"))] if len(own) < len(config["drafters"]) else []
     return ", ".join(part for part in shared + own if part)
 
