@@ -27,7 +27,6 @@ from selfspec.report.runs import load_runs
 from selfspec.run import choose_folder, entry_point, settle_runtime
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMATS = ["markdown", "latex", "csv", "figures", "trace"]
 
 
 @dataclass
@@ -36,6 +35,7 @@ class PaperConfig:
 
     experiments: list[str]
     out: str
+    formats: list[str]
     overrides: list[str] = field(default_factory=list)
     readme: str | None = None
 
@@ -50,7 +50,7 @@ def main(composed: DictConfig) -> None:
     for one, folder in zip(arguments, folders, strict=True):
         if not (folder / "DONE").exists():
             measure(one)
-    files = build_report(folders, FORMATS, config.out)
+    files = build_report(folders, config.formats, config.out)
     if config.readme:
         path = ROOT / config.readme
         (headlined,) = load_runs(folders[0])
