@@ -3,14 +3,17 @@
     python experiments/paper.py
 
 Each experiment is measured by `compare.py` in a process of its own, so that none inherits the other's memory; killed
-at any point, the same command goes on. The tables are made from the run directories alone, byte for byte the same when
-made again.
+at any point, the same command goes on. Where only this process was killed, the measurement that it began is still under
+way and is waited for. The tables are made from the run directories alone, byte for byte the same when made again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,9 +50,10 @@ def main(composed: DictConfig) -> None:
         raise UserError("experiments=[] names nothing to measure. Give names of conf/experiment.")
     arguments = [[f"experiment={name}", *config.overrides] for name in config.experiments]
     folders = [folder_of(one) for one in arguments]  # every config is checked before the first is measured
-    for one, folder in zip(arguments, folders, strict=True):
-        if not (folder / "DONE").exists():
-            measure(one)
+    with alone(Path(config.out)) as lock:
+        for one, folder in zip(arguments, folders, strict=True):
+            if not (folder / "DONE").exists():
+                measure(one, lock)
     files = build_report(folders, config.formats, config.out)
     if config.readme:
         path = ROOT / config.readme
@@ -70,8 +74,27 @@ def folder_of(arguments: list[str]) -> Path:
     return choose_folder(config)
 
 
-def measure(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "experiments" / "compare.py"), *arguments], check=False)
+@contextmanager
+def alone(out: Path) -> Iterator[int]:
+    """Waits until no other study is measured for `out`; yields the lock, which lasts as long as any process has it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the file is open
+    except OSError as error:
+        raise UserError(f"cannot write to {out} ({error.strerror}); choose another place with out=...") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{out} is being measured for already, perhaps by what was left of a killed run; waiting for its end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def measure(arguments: list[str], lock: int) -> None:
+    """compare.py with these arguments, holding the lock too. UserError when it fails."""
+    command = [sys.executable, str(ROOT / "experiments" / "compare.py"), *arguments]
+    done = subprocess.run(command, check=False, pass_fds=[lock])
     if done.returncode != 0:
         raise UserError(f"{' '.join(arguments)} was not measured (exit code {done.returncode}); no table is built.")
 

@@ -47,6 +47,8 @@ def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
         summary = train_draft(target, kind, options, job.train, job.data, job.out, command, report, processes)
     if processes.first:
         tracker.summary(summary)
+        folder = Path(job.out).expanduser()
+        tracker.keep("drafts", folder.name, [folder])
 
 
 @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="train")

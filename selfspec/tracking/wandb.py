@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -144,10 +145,10 @@ class WandbTracker:
 
         if kind not in self._artifacts:
             return
-        about = {"config_hash": self._config_hash, "study": self._config.get("study")}
-        artifact = wandb.Artifact(f"{kind}-{name}", type=kind, metadata=about)
+        about = {"config_hash": self._config_hash, "study": self._config.get("study"), "name": name}
+        artifact = wandb.Artifact(artifact_name(kind, name), type=kind, metadata=about)
         for path in (path.resolve() for path in paths):
-            for file in sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]:
+            for file in files_of(path) if path.is_dir() else [path]:
                 # "immutable": uploaded from where it lies, without a copy in wandb's own folders.
                 inside = file.relative_to(path.parent).as_posix()
                 artifact.add_file(str(file), name=inside, policy="immutable")
@@ -235,6 +236,21 @@ class WandbTracker:
         if self._run is None:
             raise RuntimeError("not started, or already finished")
         return self._run
+
+
+def artifact_name(kind: str, name: str) -> str:
+    """`<kind>-<name>` in the letters that W&B allows; the name itself is in the artifact's metadata."""
+    return re.sub(r"[^a-zA-Z0-9_.-]", "_", f"{kind}-{name}")[:128]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below the folder, but not wandb's own log of how it came about, nor hidden ones."""
+    inside = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*")))
+    return [
+        path
+        for path, parts in inside
+        if path.is_file() and parts[0] != "wandb" and not any(part.startswith(".") for part in parts)
+    ]
 
 
 def answers(base_url: str) -> bool:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -15,10 +24,12 @@ from omegaconf import OmegaConf
 from selfspec.config import CompareConfig, conf_dir, conf_names, resolve
 from selfspec.errors import UserError
 from selfspec.prompts import check_apart, prompts_from_config
+from selfspec.records import read_run
 from selfspec.report.headline import END, START, fill_in, headline
 from selfspec.report.runs import load_runs
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_S = 600.0  # a machine with more to do than cores is slow without being broken
 
 
 def test_the_headline_is_the_runs_own_table_and_only_what_is_between_the_marks_changes(tmp_path):
@@ -48,35 +59,116 @@ def test_the_paper_names_experiments_that_exist_and_reports_no_prompt_it_was_tun
         assert config.tuned_on == ["selfspec_tune24"] and config.measure.noise_check
         check_apart(prompts_from_config(config.prompts), config.tuned_on)
         for label, drafter in config.drafters.items():  # named for its folder, and for how far it looks
+            learned = drafter.get("learned", drafter)
+            weights = learned.get("checkpoint") or learned.get("model")
+            assert weights is None or is_committed(f"{weights}/model.safetensors")
             folder = drafter.get("checkpoint") or drafter.get("model")
             assert folder is None or (ROOT / folder / "config.json").is_file()
             assert folder is None or label.split("_tree")[0].split("_gain")[0] == folder.rpartition("/")[2]
 
 
+def is_committed(file: str) -> bool:
+    """Whether a clone has it; outside a clone, whether it is there."""
+    if not (ROOT / ".git").exists():
+        return (ROOT / file).is_file()
+    found = subprocess.run(["git", "ls-files", file], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip() == file
+
+
+def paper() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("paper_entry", ROOT / "experiments" / "paper.py")
+    assert spec is not None and spec.loader is not None
+    entry = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = entry  # dataclasses look their module up
+    spec.loader.exec_module(entry)
+    return entry
+
+
+def test_a_measurement_that_a_killed_paper_left_is_waited_for(tmp_path, monkeypatch, capsys):
+    """The lock lives on in compare.py, here a process that takes its time, after the process that took it is gone."""
+    entry = paper()
+    (tmp_path / "experiments").mkdir()
+    slow = "import sys, time; print('begun', flush=True); sys.stdin.read(); open(sys.argv[1], 'w')"
+    (tmp_path / "experiments" / "compare.py").write_text(slow)
+    monkeypatch.setattr(entry, "ROOT", tmp_path)
+    ended = tmp_path / "ended"
+
+    def left_behind(command: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        given.pop("check")
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **given)
+        assert child.stdout is not None and child.stdout.readline() == b"begun\n"
+        children.append(child)
+        return subprocess.CompletedProcess(command, 0)
+
+    children: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(entry, "subprocess", SimpleNamespace(run=left_behind))
+    with entry.alone(tmp_path / "out") as lock:
+        entry.measure([str(ended)], lock)
+    (child,) = children
+    assert child.stdin is not None
+    threading.Timer(0.3, child.stdin.close).start()
+    with entry.alone(tmp_path / "out"):
+        assert ended.exists()
+    assert "waiting for its end" in capsys.readouterr().out
+    child.wait()
+
+
 @pytest.mark.slow
-def test_one_command_measures_once_and_rebuilds_the_same_bytes(tmp_path):
-    overrides = f'overrides=["output_dir={tmp_path}/runs","measure.max_prompts=2","max_new_tokens=6"]'
-    command = [
-        sys.executable,
-        str(ROOT / "experiments" / "paper.py"),
-        "experiments=[smoke_tiny]",
-        overrides,
-        "readme=null",
-    ]
-    made = []
+def test_killed_and_started_again_it_measures_each_prompt_once_and_rebuilds_the_same_bytes(tmp_path):
+    """`kill -9` of paper.py, which leaves compare.py, and then of compare.py, too, in the middle of its prompts."""
+    sizes = f'["output_dir={tmp_path}/runs","max_new_tokens=150","ignore_eos=true"]'
+    script = str(ROOT / "experiments" / "paper.py")
+    command = [sys.executable, script, "experiments=[smoke_tiny]", f"overrides={sizes}", "readme=null"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(out: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, f"out={tmp_path / out}"], cwd=tmp_path, env=environment, text=True)
+
+    def results() -> list[bytes]:
+        file = next((tmp_path / "runs").rglob("prompts.jsonl"), None)
+        return [] if file is None else file.read_bytes().splitlines(keepends=True)
+
+    process = start("one")
+    children: list[int] = []
+    try:
+        wait_until(lambda: len(results()) >= 3 or process.poll() is not None)
+        children += map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        process.kill()
+        process.wait()
+        wait_until(lambda: len(results()) >= 5)
+    finally:
+        process.kill()
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    (child,) = children
+    wait_until(lambda: not is_running(child))
+    survived = b"".join(line for line in results() if line.endswith(b"\n"))
+    assert not list((tmp_path / "runs").rglob("DONE")), "too fast to be killed"
+    assert not list((tmp_path / "one").glob("*.md"))
+
     for out in ("one", "two"):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*command, f"out={tmp_path / out}"],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
-        made.append({path.name: path.read_bytes() for path in (tmp_path / out).iterdir()})
+        assert start(out).wait(PATIENCE_S) == 0
+    (done,) = (tmp_path / "runs").rglob("DONE")
+    keys = [record.key for record in read_run(done.parent).prompts]
+    everything = {*product({key[0] for key in keys}, {key[1] for key in keys}, {0})}
+    assert len(keys) == len(set(keys)) and set(keys) == everything and len({key[0] for key in keys}) == 4
+    assert b"".join(results()).startswith(survived)
+    made = [{p.name: p.read_bytes() for p in (tmp_path / out).iterdir() if p.name != ".lock"} for out in ("one", "two")]
     assert made[0] == made[1]
     assert {"comparison.md", "costs.tex", "statistics.csv", "speedup.pdf"} <= set(made[0])
     assert any(name.startswith("trace-") for name in made[0])
-    assert len(list((tmp_path / "runs").rglob("DONE"))) == 1
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(what: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

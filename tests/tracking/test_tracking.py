@@ -102,7 +102,7 @@ def in_a_process_of_its_own(code: str, folder: Path, **environment: str) -> subp
     """
     begin = "import sys, pathlib\nfrom test_tracking import *\nfolder = pathlib.Path(sys.argv[1])\n"
     begin += "guard.PATIENCE_S = guard.START_PATIENCE_S = guard.FINISH_PATIENCE_S = 150\n"
-    env = {**os.environ, **environment, "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))}
     command = [sys.executable, "-c", begin + code, str(folder)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=True)
 
@@ -207,14 +207,17 @@ def test_files_become_artifacts_of_their_kind_and_only_those_that_are_wanted(tmp
     (draft / "weights").mkdir(parents=True)
     (draft / "config.json").write_text("{}")
     (draft / "weights" / "model.safetensors").write_bytes(b"x")
+    for own in ("wandb/offline-run-1/run-1.wandb", ".draft.partial/config.json"):  # how it came about, not what it is
+        (draft / own).parent.mkdir(parents=True)
+        (draft / own).write_text("x")
     for name, wanted in {"all": ARTIFACTS, "none": ()}.items():
         tracker = build_tracker("wandb_offline", artifacts=wanted)
         tracker.start({}, run_name="r", group="g", job_type="j", run_dir=tmp_path / name, config_hash=HASH)
-        tracker.keep("drafts", "small", [draft])
+        tracker.keep("drafts", "small & 50%", [draft])
         tracker.finish()
     assert read_offline_run(tmp_path / "none").artifacts == {}
     artifacts = read_offline_run(tmp_path / "all").artifacts
-    assert artifacts == {"drafts/drafts-small": {"draft/config.json", "draft/weights/model.safetensors"}}
+    assert artifacts == {"drafts/drafts-small___50_": {"draft/config.json", "draft/weights/model.safetensors"}}
 
 
 def test_a_resumed_run_has_the_same_id_and_goes_on_behind_its_rows(tmp_path: Path):
