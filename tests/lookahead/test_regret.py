@@ -38,39 +38,48 @@ ACCEPTANCE: dict[str, Acceptance] = {
 }
 
 
-def play(policy, cost: Callable[[int], float], acceptance: Acceptance, seed: int) -> tuple[float, float]:
-    """(regret against the best fixed K, loss against no draft), of expected tokens per second of true time."""
-    rng = random.Random(seed)
-    ours, fixed, ran = [0.0, 0.0], [[0.0, 0.0] for _ in range(MOST + 1)], set()
+def level_s(t: int) -> float:
+    """Seconds of a step: the machine's speed wanders, prompts differ, and contexts grow."""
+    return 0.013 * (1 + 0.15 * math.sin(t / 60)) * (1 + 0.05 * math.sin(999 * (t // 40))) * (1 + 0.001 * (t % 40))
+
+
+def expected(acceptance: Acceptance, t: int, num_drafted: int) -> float:
+    """Tokens of a round."""
+    emitted, path = 1.0, 1.0
+    for i in range(num_drafted):
+        path *= acceptance(t, i)
+        emitted += path
+    return emitted
+
+
+def fixed_rates(cost: Callable[[int], float], acceptance: Acceptance) -> list[float]:
+    """Tokens per second of every fixed K, over these rounds."""
+    tokens = [sum(expected(acceptance, t, k) for t in range(ROUNDS)) for k in range(MOST + 1)]
+    return [tokens[k] / sum(cost(k) * level_s(t) for t in range(ROUNDS)) for k in range(MOST + 1)]
+
+
+def play(policy, cost: Callable[[int], float], acceptance: Acceptance, seed: int) -> float:
+    """Expected tokens per second of true time."""
+    rng, ran, tokens, seconds = random.Random(seed), set(), 0.0, 0.0
     for t in range(ROUNDS):
         k = policy.choose().num_drafted
-        prompt = t // 40
-        level_s = 0.013 * (1 + 0.15 * math.sin(t / 60)) * (1 + 0.05 * math.sin(999 * prompt)) * (1 + 0.001 * (t % 40))
         accepted = next((i for i in range(k) if rng.random() >= acceptance(t, i)), k)
         noise = rng.lognormvariate(0, 0.05) * (3 if rng.random() < 0.02 else 1) * (1 if k in ran else 5)
         ran.add(k)
-        round_s = cost(k) * level_s * noise
-        policy.observe(RoundOutcome(Plan(k), [k], [accepted], [accepted + 1], 0.0, 0.0, round_s))
-        emitted, path = 1.0, 1.0
-        for j in range(MOST + 1):
-            if j > 0:
-                path *= acceptance(t, j - 1)
-                emitted += path
-            for sums in (fixed[j], ours) if j == k else (fixed[j],):
-                sums[0] += emitted
-                sums[1] += cost(j) * level_s
-    rate, rates = ours[0] / ours[1], [tokens / seconds for tokens, seconds in fixed]
-    return 1 - rate / max(rates), 1 - rate / rates[0]
+        true_s = cost(k) * level_s(t)
+        policy.observe(RoundOutcome(Plan(k), [k], [accepted], [accepted + 1], 0.0, 0.0, true_s * noise))
+        tokens, seconds = tokens + expected(acceptance, t, k), seconds + true_s
+    return tokens / seconds
 
 
 @pytest.mark.parametrize("cost", COSTS)
 def test_expected_gain_is_within_three_percent_of_the_best_fixed_k_and_five_of_no_draft(cost):
     for name, acceptance in ACCEPTANCE.items():
+        rates = fixed_rates(COSTS[cost], acceptance)
         played = [play(ExpectedGain(max_drafted=MOST), COSTS[cost], acceptance, seed) for seed in SEEDS]
-        regret, loss = (sum(values) / len(SEEDS) for values in zip(*played, strict=True))
-        assert regret < 0.03, f"{cost}, acceptance {name}: {regret:.1%} below the best fixed K"
-        assert loss < 0.05, f"{cost}, acceptance {name}: {loss:.1%} below no draft"
-        assert max(one for _, one in played) < 0.05, f"{cost}, acceptance {name}: {played}"
+        reached = sum(played) / len(SEEDS) / max(rates)
+        assert reached > 0.97, f"{cost}, acceptance {name}: {reached:.3f} of the best fixed K"
+        assert min(played) > 0.95 * rates[0], f"{cost}, acceptance {name}: {played} with {rates[0]} of no draft"
 
 
 class NeverChanges(ExpectedGain):
@@ -82,8 +91,9 @@ class NeverChanges(ExpectedGain):
 
 def test_the_simulation_tells_a_bad_policy_from_a_good_one():
     """Negative control: a policy that does not choose is far off wherever the longest draft is not the best."""
-    assert play(NeverChanges(max_drafted=MOST), COSTS["head"], ACCEPTANCE["0"], 0)[1] > 0.3
-    assert play(NeverChanges(max_drafted=MOST), COSTS["head"], ACCEPTANCE[".35"], 0)[0] > 0.1
+    for name in ("0", ".35"):
+        rates = fixed_rates(COSTS["head"], ACCEPTANCE[name])
+        assert play(NeverChanges(max_drafted=MOST), COSTS["head"], ACCEPTANCE[name], 0) < 0.9 * max(rates)
 
 
 def test_a_draft_that_ended_early_counts_as_one_that_did_not_stand():
