@@ -81,7 +81,8 @@ def follow(tree: Tree, logits_BNV: Tensor, choose: Callable[[Tensor, int], Tenso
         next_token_B = torch.where(alive_B, choose(logits_BV, level + 1), next_token_B)
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
-    return TreeVerdict(num_accepted_B, next_token_B, faults.ending_fault(logits_BNV, node_B, num_accepted_B), path_BD)
+    error_B = faults.at_offset(faults.logits_fault(logits_BV.amax(dim=-1)), num_accepted_B)
+    return TreeVerdict(num_accepted_B, next_token_B, error_B, path_BD)
 
 
 def accept_certain(tree: Tree, logits_BNV: Tensor, u_BD1: Tensor) -> TreeVerdict:

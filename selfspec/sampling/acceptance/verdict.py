@@ -78,9 +78,9 @@ def leading(ok_BK: Tensor, num_drafted_B: Tensor) -> Tensor:
 
 
 def at(rows: Tensor, index_B: Tensor) -> Tensor:
-    """rows [B, T, ...] -> [B, ...]: one entry per row, by gather (fixed shapes)."""
-    index = index_B.reshape(-1, 1, *([1] * (rows.ndim - 2))).expand(-1, 1, *rows.shape[2:])
-    return rows.gather(1, index)[:, 0]
+    """rows [B, T, ...] -> [B, ...]: one entry per row (fixed shapes), copied whole; a gather looks up every number."""
+    B, T = rows.shape[:2]
+    return rows.flatten(0, 1).index_select(0, index_B + T * torch.arange(B, device=rows.device))
 
 
 def match_own_choice(drafted_BK: Tensor, num_drafted_B: Tensor, scores_BTV: Tensor) -> Verdict:
