@@ -133,7 +133,7 @@ class CompareConfig(GenerateConfig):
     study: str = MISSING
     name: str = MISSING
     drafters: dict[str, Any] = field(default_factory=dict)  # label -> drafter config
-    grid: dict[str, Any] = field(default_factory=dict)  # more of them, every drafter with every lookahead: selfspec.grid
+    grid: dict[str, Any] = field(default_factory=dict)  # every drafter with every lookahead: selfspec.grid
     prompts: dict[str, Any] = field(default_factory=dict)  # checked by selfspec.prompts
     tuned_on: list[str] = field(default_factory=list)  # prompt sets that settings were chosen on: none may recur here
     measure: MeasureConfig = field(default_factory=MeasureConfig)

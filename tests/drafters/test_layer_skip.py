@@ -1,5 +1,5 @@
-"""Drafting without some sublayers: the target is untouched, the shared cache stays the target's, and the two ends of the
-scale are what they must be, the target itself and an early exit.
+"""Drafting without some sublayers: the target is untouched, the shared cache stays the target's, and the two ends of
+the scale are what they must be, the target itself and an early exit.
 """
 
 from __future__ import annotations
