@@ -181,12 +181,16 @@ def choose_rounds(
 ) -> Rounds:
     """ "auto": whole-round graphs on CUDA where the transforms are built-in ones, else eager.
 
-    UserError for a graph on a CPU, or around a caller's processors, which are Python.
+    UserError for a graph on a CPU, or around what is Python: a caller's processors, a drafter with `reads_host`. (A
+    host read in every round is found when it is recorded; one in some rounds only would be left out for good.)
     """
     check_mode(mode)
-    capturable = can_be_captured(rows, sampler)
+    capturable = can_be_captured(rows, sampler) and not getattr(drafter, "reads_host", False)
     if mode in ("split", "whole") and not capturable:
-        raise UserError(f"rounds={mode!r} needs a CUDA device and no HF processors. Use rounds='auto' or 'eager'.")
+        raise UserError(
+            f"rounds={mode!r} needs a CUDA device, no HF processors, and a drafter that leaves the host alone. Use "
+            "rounds='auto' or 'eager'."
+        )
     if mode == "eager" or not capturable:
         return EagerRounds(drafter, rows, sampler, stopping)
     whole, strict = mode != "split", mode != "auto"

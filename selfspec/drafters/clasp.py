@@ -34,7 +34,7 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
-    from selfspec.decoding.tree_drafting import TreeDrafting
+    from selfspec.decoding.tree_drafting import Growing
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Clasp:
 
     name = "clasp"
     max_drafted: int | None = None
+    reads_host = True  # in some rounds: none is captured (`selfspec.decoding.graphs`)
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Clasp:
         self._choose(rows, drafting.plan.width)
         return self._draft.propose(rows, drafting)
 
-    def propose_tree(self, rows: Rows, growing: TreeDrafting) -> Draft:
+    def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         self._choose(rows, growing.plan.width)
         return self._draft.propose_tree(rows, growing)
 
@@ -133,7 +134,8 @@ class Clasp:
         if len(chosen_N) == 0:
             return
         inner = range(1, self.target.num_layers - 1)
-        pass_ = siblings(rows, last.positions_B, width)
+        # a row with another text since then writes nothing: its slots of those numbers may hold that text
+        pass_ = siblings(rows, torch.where(same_B, last.positions_B, -1), width)
         states_LNM = last.states_BLM[chosen_N].transpose(0, 1)
         run = [self._branches(layer, pass_, chosen_N, width) for layer in inner]
         found = best_skips(run, [states_LNM[0], *states_LNM[1:-1]], [1] * len(inner), self.num_skipped)[-1]

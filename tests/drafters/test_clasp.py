@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from selfspec import Sampling, UserError, build_drafter, decode, wrap_target
+from selfspec.decoding import graphs
+from selfspec.decoding.rows import Rows
+from selfspec.decoding.sampler import Sampler
 from selfspec.drafters.clasp import Clasp
 from selfspec.drafters.skip_search import best_skips
 from selfspec.drafters.skip_set import SkipSet
+from selfspec.sampling import build_rule, build_transforms
 from selfspec.target.fused import fuse
 from tiny_models import prompt_ids, tiny_llama, tiny_model
 
@@ -41,6 +45,23 @@ def test_other_families(name):
     drafter = Clasp(target, 1, every=1)
     outputs = decode(target, drafter, PROMPTS, max_new_tokens=12, lookahead=2, max_batch_rows=2)
     assert [output.token_ids for output in outputs] == expected
+
+
+def test_a_choice_leaves_a_prompt_that_has_just_come_in_alone():
+    """It takes the row of a shorter text at once: what was kept of that text's last token lies inside it."""
+    prompts, counts = [prompt_ids(length, seed=length) for length in (5, 6, 60)], [4, 30, 12]
+    expected = [output.token_ids for output in decode(TARGET, None, prompts, max_new_tokens=counts, ignore_eos=True)]
+    drafter = Clasp(TARGET, 2, every=1)
+    outputs = decode(TARGET, drafter, prompts, max_new_tokens=counts, ignore_eos=True, max_batch_rows=2)
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_its_rounds_are_never_recorded(monkeypatch):
+    """One recorded between two choices would never choose again."""
+    monkeypatch.setattr(graphs, "can_be_captured", lambda rows, sampler: True)
+    sampler = Sampler(build_transforms(Sampling(), None, TARGET.vocab_size), build_rule("auto", Sampling()))
+    rounds = graphs.choose_rounds(Clasp(TARGET, 2), Rows(TARGET, 1, 64), sampler)
+    assert isinstance(rounds, graphs.EagerRounds)
 
 
 def chosen_from_scratch(target, text, num_skipped):
