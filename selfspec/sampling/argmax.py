@@ -29,9 +29,12 @@ def first_argmax(scores: Tensor) -> Tensor:
 
 def best_few(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest entries of scores `[..., V]`, largest first, and their indices int64, as `torch.topk`; any of
-    equal ones.
+    equal ones. Where there are fewer than `count`, −inf stands for the rest.
     """
     V = scores.shape[-1]
+    if count > V:
+        values, indices = best_few(torch.nn.functional.pad(scores, (0, count - V), value=-torch.inf), count)
+        return values, indices.clamp_(max=V - 1)
     if V < SMALL or scores.device.type != "cpu" or count >= V // BLOCK:
         best = scores.topk(count, dim=-1)
         return best.values, best.indices

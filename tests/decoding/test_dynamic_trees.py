@@ -137,3 +137,18 @@ def test_impossible_dynamic_trees_are_refused(given, message):
 def test_copies_have_no_dynamic_tree():
     with pytest.raises(UserError, match="'ngram' drafts one continuation, not a tree"):
         decode(TARGET, build_drafter("ngram", TARGET), [prompt_ids(9)], lookahead="dynamic_tree")
+
+
+@pytest.mark.parametrize(
+    "lookahead",
+    [
+        {"kind": "dynamic_tree", "depth": 2, "top_k": TARGET.vocab_size + 3, "num_nodes": TARGET.vocab_size + 9},
+        {"kind": "tree", "branches": [TARGET.vocab_size + 3]},
+    ],
+    ids=["dynamic", "static"],
+)
+def test_more_children_than_there_are_tokens(lookahead):
+    options = dict(max_new_tokens=4, ignore_eos=True)
+    expected = decode(TARGET, None, [prompt_ids(9)], **options)[0].token_ids
+    drafter = build_drafter("early_exit", TARGET, exit_layer=2)
+    assert decode(TARGET, drafter, [prompt_ids(9)], lookahead=lookahead, **options)[0].token_ids == expected

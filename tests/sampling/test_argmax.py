@@ -33,3 +33,9 @@ def test_the_best_few_are_those_of_torch_topk(vocab_size, dtype):
     assert torch.equal(values, scores.topk(5).values)
     assert torch.equal(scores.gather(-1, indices), values)
     assert all(len(set(found)) == 5 for found in indices[1, 1:].tolist()), "no entry twice"
+
+
+def test_where_there_are_too_few_the_rest_is_impossible():
+    values, indices = best_few(torch.tensor([[0.5, 2.0, -torch.inf]]), 5)
+    assert values.tolist() == [[2.0, 0.5, *[-torch.inf] * 3]]
+    assert indices[0, :2].tolist() == [1, 0] and indices.amax() < 3
