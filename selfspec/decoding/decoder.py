@@ -292,7 +292,8 @@ def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Looka
     if drafts_trees(policy) and not isinstance(drafter, GrowsTrees):
         raise UserError(
             f"The drafter {drafter.name!r} drafts one continuation, not a tree. Use a lookahead without a tree, or a "
-            "drafter that grows one: early_exit, exit_adapter, eagle3, mtp, medusa, independent."
+            "drafter that grows one: early_exit, exit_adapter, layer_skip, clasp, eagle3, mtp, medusa, hydra, "
+            "independent."
         )
     if exit_layers := getattr(policy, "exit_layers", None):
         check_exit = getattr(drafter, "check_exit", None)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from selfspec.drafters.base import Draft, Drafter, ReadsFeatures, Seen
+from selfspec.drafters.clasp import Clasp
 from selfspec.drafters.early_exit import EarlyExit
 from selfspec.drafters.ngram import NGram
 from selfspec.errors import UserError
@@ -60,7 +61,7 @@ class Hybrid:
         max_match: int = 4,
         min_match: int = 2,
     ) -> None:
-        if not isinstance(learned, ReadsFeatures | EarlyExit):
+        if not isinstance(learned, ReadsFeatures | EarlyExit) or isinstance(learned, Clasp):
             raise UserError(
                 f"A hybrid cannot be made with {learned.name!r}: it keeps a state of its own, and would miss what was "
                 "copied. Allowed: drafts that read the target's hidden states (eagle3, mtp, medusa, hydra, "

@@ -111,6 +111,8 @@ def test_drafts_that_could_not_catch_up_are_refused():
     model = wrap_target(tiny_llama(seed=5, num_layers=2))
     with pytest.raises(UserError, match="cannot be made with 'independent': it keeps a state of its own"):
         Hybrid(TARGET, build_drafter("independent", TARGET, model=model))
+    with pytest.raises(UserError, match="cannot be made with 'clasp'"):
+        Hybrid(TARGET, build_drafter("clasp", TARGET, num_skipped=1))
     with pytest.raises(UserError, match="needs `learned`"):
         build_drafter({"kind": "hybrid"}, TARGET)
     with pytest.raises(UserError, match="learned_drafted=0 is not possible"):
