@@ -24,10 +24,10 @@ from selfspec.report.tables import DASH, MARKS, Block, Table, method_name
 
 HEADER = ["policy", "tokens/s", "speedup vs AR", "τ", "share of\noracle", "vs best fixed K"]
 ORACLE = (
-    "Share of oracle: decoding tokens/s over those of the oracle, which makes what each round of the drafter's longest "
-    "fixed K committed by the cheapest rounds whose drafts all stand. A round's cost: the mean of that fixed K in the "
-    "run, of AR for no draft, lines in between. Exact for drafts that depend on the text alone, else an estimate; no "
-    "bound on trees, or on longer drafts."
+    "Share of oracle: decoding tokens/s over those of the oracle, which makes what the drafter's longest fixed K "
+    "committed, from one refused draft to the next, by the cheapest rounds whose drafts all stand. A round's cost: the "
+    "mean of that fixed K in the run, of AR for no draft, lines in between. Exact for drafts that depend on the text "
+    "alone, else an estimate; no bound on trees, or on longer drafts."
 )
 
 
@@ -124,8 +124,7 @@ def oracle_of(group: Group) -> float | None:
     if not group.by_k:
         return None
     costs_s = round_costs_s(baseline_of(group.run), {k: method.records for k, method in group.by_k.items()})
-    rounds = [entry for record in group.by_k[max(group.by_k)].records for entry in record.rounds]
-    return oracle_tokens_per_s(rounds, costs_s)
+    return oracle_tokens_per_s([record.rounds for record in group.by_k[max(group.by_k)].records], costs_s)
 
 
 def baseline_of(item: Measured) -> list[PromptRecord]:
