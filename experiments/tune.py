@@ -91,7 +91,7 @@ def run_tuner(config: TuneConfig) -> Tuned:
     confirmed = compare(config, "confirm", best, config.confirm)
 
     expected = {AR: reference.tokens_per_s} | {label: one.tokens_per_s for label, one in by_label.items()}
-    result = tuned(expected, run, confirmed)
+    result = tuned(expected, run, confirmed, one_each)
     write_products(config, result, by_label, predictions, costs, {"rounds": rounds, "run": run, "confirm": confirmed})
     table = tuning_table(result, run, confirmed, len(predictions))
     write_atomic(Path(config.out) / "tune.md", to_markdown(table))

@@ -60,6 +60,8 @@ def costs_file(folder: Path, config: GenerateConfig, variants: Sequence[Variant]
         "weights": [fingerprint(variant.options) for variant in variants],
         "prompts": prompts_hash(prompts),
     }
+    if config.ignore_eos:  # else as without it, so that costs from before keep their names
+        parts["ignore_eos"] = True
     return folder / f"costs-{hashlib.sha256(to_json(parts).encode()).hexdigest()[:8]}.json"
 
 

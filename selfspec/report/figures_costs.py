@@ -15,6 +15,7 @@ from selfspec.errors import UserError
 from selfspec.report.figure_style import MARKERS, STYLE, canvas, plain
 from selfspec.report.lookaheads import groups_of
 from selfspec.report.runs import Measured
+from selfspec.report.tables import method_name
 
 Point = tuple[str, float, float | None, float]  # drafter, measured, S model, S simple
 
@@ -35,7 +36,8 @@ def predictions(runs: Sequence[Measured]) -> list[Point]:
             if label == item.summary["baseline"] or label not in costs or not rate or not ar_rate:
                 continue
             own = costs[label]
-            points.append((drafter_of.get(label, label), rate / ar_rate, own["speedup_model"], own["speedup_simple"]))
+            name = method_name(drafter_of.get(label, label), stats)
+            points.append((name, rate / ar_rate, own["speedup_model"], own["speedup_simple"]))
     return points
 
 

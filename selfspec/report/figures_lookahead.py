@@ -17,6 +17,7 @@ from selfspec.report.figure_style import STYLE, WIDTH_IN, panels, plain
 from selfspec.report.lookaheads import Group, Looked, groups_of
 from selfspec.report.policies import oracle_of
 from selfspec.report.runs import Measured
+from selfspec.report.tables import method_name
 
 Cells = dict[tuple[int, int], float]  # (exit layer, K) -> speedup
 
@@ -39,7 +40,7 @@ def lookahead_figure(runs: Sequence[Measured]) -> Figure:
         for axes, group in zip(found, groups, strict=True):
             _draw(axes, group)
             run = f" ({group.run.run.config_hash})" if len(runs) > 1 else ""
-            axes.set_title(plain(group.name + run), fontsize=7)
+            axes.set_title(plain(group.name + group.marks + run), fontsize=7)
         figure.supxlabel("K, drafted tokens per round", fontsize=8)
         figure.supylabel("speedup over AR", fontsize=8)
         figure.legend(*found[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
@@ -99,7 +100,7 @@ def exit_cells(runs: Sequence[Measured]) -> dict[str, Cells]:
             for k, method in group.by_k.items():
                 speedup = method.stats["speedup_paired_geomean"]
                 if speedup is not None:
-                    kind = str(group.options["kind"])
+                    kind = method_name(str(group.options["kind"]), method.stats)  # a lossy one has its own
                     found.setdefault(kind, {}).setdefault((int(exit_layer), k), []).append(math.log(speedup))
     cells = {kind: {at: math.exp(fmean(logs)) for at, logs in kinds.items()} for kind, kinds in found.items()}
     return {kind: at for kind, at in cells.items() if len(at) > 1}

@@ -56,6 +56,12 @@ class Group:
         return dict(sorted(found.items()))
 
     @property
+    def marks(self) -> str:
+        """† where the rule is lossy, ‡ where acceptance was scripted; "" for most."""
+        stats = [method.stats for method in self.methods]
+        return "†" * any(one["lossy"] for one in stats) + "‡" * any(one["synthetic"] for one in stats)
+
+    @property
     def best_fixed(self) -> Looked | None:
         """The fixed lookahead of the highest paired speedup, in hindsight."""
         timed = [one for one in self.by_k.values() if one.stats["speedup_paired_geomean"] is not None]

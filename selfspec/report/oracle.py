@@ -42,7 +42,8 @@ def oracle_tokens_per_s(answers: Sequence[Sequence[RoundRecord]], cost_s: Sequen
 
 def runs_of(answer: Sequence[RoundRecord]) -> list[int]:
     """Tokens of each run of rounds: it goes on while a round's drafts, at least one, all stand."""
-    runs, goes_on = [], False
+    runs = list[int]()
+    goes_on = False
     for entry in answer:
         if goes_on:
             runs[-1] += entry.num_emitted

@@ -7,7 +7,7 @@ interval comes from other prompts, and holds for all settings that were measured
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,16 @@ from selfspec.report.intervals import CONFIDENCE
 from selfspec.report.runs import Measured
 from selfspec.report.statistics import BASELINE
 from selfspec.report.sweep import Candidate, candidates
-from selfspec.report.tables import DASH, Block, Table
+from selfspec.report.tables import DASH, MARKS, Block, Table, method_name
 
 HEADER = ["candidate", "predicted\ntokens/s", "measured\ntokens/s", "error", "speedup", "speedup,\nother prompts", ""]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. tuning, confirmed: its speedup with its part of the band; None for AR, or where it was not run."""
+    """One candidate. tuning, confirmed: its speedup with its part of the band; None for AR, or where it was not run.
+    probed: its own rounds were measured for the prediction, which is therefore none.
+    """
 
     label: str
     predicted_tokens_per_s: float
@@ -32,6 +34,7 @@ class Row:
     tuning: Candidate | None
     confirmed: Candidate | None
     chosen: bool
+    probed: bool = False
 
     @property
     def error(self) -> float:
@@ -48,14 +51,15 @@ class Tuned:
 
     @property
     def errors(self) -> list[float]:
-        return [abs(row.error) for row in self.rows if row.label != BASELINE]
+        """Of those that were predicted from other chains and trees than themselves."""
+        return [abs(row.error) for row in self.rows if row.label != BASELINE and not row.probed]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "chosen": self.chosen,
             "prediction_error": {
-                "median_abs_relative": statistics.median(self.errors),
-                "max_abs_relative": max(self.errors),
+                "median_abs_relative": statistics.median(self.errors) if self.errors else None,
+                "max_abs_relative": max(self.errors, default=None),
                 "num_candidates": len(self.errors),
             },
             "candidates": [
@@ -67,6 +71,7 @@ class Tuned:
                     "tuning": _numbers(row.tuning),
                     "confirmed": _numbers(row.confirmed),
                     "chosen": row.chosen,
+                    "probed": row.probed,
                 }
                 for row in self.rows
             ],
@@ -78,8 +83,9 @@ def ranked(run: Measured) -> list[str]:
     return [one.name for one in candidates([run])]
 
 
-def tuned(predicted: Mapping[str, float], run: Measured, confirmed: Measured) -> Tuned:
+def tuned(predicted: Mapping[str, float], run: Measured, confirmed: Measured, probed: Collection[str] = ()) -> Tuned:
     """predicted: tokens/s by label, AR's among them. run: on tuning prompts; confirmed: the best of it on others.
+    probed: labels whose own rounds the predictions were made from.
 
     Raises UserError for a prompt that is in both.
     """
@@ -96,6 +102,7 @@ def tuned(predicted: Mapping[str, float], run: Measured, confirmed: Measured) ->
             one,
             again.get(label),
             label == chosen,
+            label in probed,
         )
         for label, one in [*((one.name, one) for one in found), (BASELINE, None)]
     ]
@@ -106,10 +113,10 @@ def tuning_table(result: Tuned, run: Measured, confirmed: Measured, num_predicte
     """One row per candidate that was run, fastest first."""
     rows = [
         [
-            row.label,
+            method_name(row.label, run.summary["methods"][row.label]),
             f"{row.predicted_tokens_per_s:.1f}",
             f"{row.measured_tokens_per_s:.1f}",
-            f"{row.error:+.0%}",
+            DASH if row.probed else f"{row.error:+.0%}",
             "1.00" if row.label == BASELINE else _speedup(row.tuning),
             "1.00" if row.label == BASELINE else _speedup(row.confirmed),
             "chosen" if row.chosen else "",
@@ -117,15 +124,19 @@ def tuning_table(result: Tuned, run: Measured, confirmed: Measured, num_predicte
         for row in result.rows
     ]
     errors = result.errors
+    off = f"median {statistics.median(errors):.1%}, largest {max(errors):.1%}" if errors else "not known"
     notes = [
-        f"{num_predicted} candidates were predicted and {len(errors)} of them run. Prediction error: median "
-        f"{statistics.median(errors):.1%}, largest {max(errors):.1%} of the measured tokens/s (prefill included).",
+        f"{num_predicted} candidates were predicted and {len(rows) - 1} of them run. Prediction error: {off} of the "
+        f"measured tokens/s (prefill included), over the {len(errors)} whose own rounds the costs were not measured "
+        "on; acceptance was measured on the same prompts.",
         f"Speedup: over AR, paired by prompt, on {run.summary['num_prompts']} tuning prompts, where the fastest was "
         f"chosen for being high; other prompts: {confirmed.summary['num_prompts']} that nothing was chosen on. Bands "
         f"of {CONFIDENCE:.0%} for all settings of a column together (max-t bootstrap over prompts).",
         verdict(result),
-        f"{DASH} not measured there.",
+        f"{DASH} not measured there, or not predicted but known.",
     ]
+    cells = " ".join(row[0] for row in rows)
+    notes += [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in "†‡" and mark in cells]
     return Table("tune", HEADER, [Block(run.run.path.resolve().name, rows)], caption([confirmed]), notes)
 
 

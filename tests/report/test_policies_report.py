@@ -131,6 +131,20 @@ def test_the_oracle_of_the_figure_is_above_every_curve(runs):
         assert max(curve.get_ydata()) < oracle_speedup(group)
 
 
+def test_lossy_and_scripted_acceptance_is_marked_in_every_figure(run_dir, sweep):
+    (run,) = load_runs(run_dir)
+    for stats in run.summary["methods"].values():
+        stats["lossy"] = True
+    assert [axes.get_title() for axes in lookahead_figure([run]).axes] == [f"{name}†" for name in DRAFTERS]
+    for item in sweep:
+        item.summary["methods"]["early_exit"]["synthetic"] = True
+    try:
+        assert list(exit_cells(sweep)) == ["early_exit‡"]
+    finally:
+        for item in sweep:
+            item.summary["methods"]["early_exit"]["synthetic"] = False
+
+
 def test_the_map_of_exit_layers_comes_from_the_runs_of_a_sweep(sweep):
     (cells,) = exit_cells(sweep).values()
     assert set(cells) == {(14, 1), (14, 2), (22, 1)}

@@ -63,6 +63,21 @@ def test_a_winner_whose_band_holds_one_is_not_said_to_pay(tmp_path: Path) -> Non
     assert "which does not pay" in to_markdown(tuning_table(tuned(predicted, run, worse), run, worse, 1))
 
 
+def test_what_was_measured_to_predict_is_no_prediction(tmp_path: Path) -> None:
+    run, confirmed = made(tmp_path / "run", {"a": 1.2, "b": 1.4}, "t"), made(tmp_path / "confirm", {"b": 1.4}, "r")
+    run.summary["methods"]["a"]["lossy"] = True
+    predicted = {"ar": 30.0, "a": 46.8, "b": 42.0}
+    result = tuned(predicted, run, confirmed, probed=["b"])
+    assert result.errors == [pytest.approx(0.3, abs=0.02)], "b's own rounds said how fast it is"
+    assert [row["probed"] for row in result.as_dict()["candidates"]] == [True, False, False]
+    text = to_markdown(tuning_table(result, run, confirmed, 5))
+    assert "2 of them run. Prediction error: median 30" in text and "over the 1 whose own rounds" in text
+    assert "a†" in text and "† lossy" in text and "‡" not in text
+    every = tuned(predicted, run, confirmed, probed=["a", "b"])
+    assert every.as_dict()["prediction_error"]["median_abs_relative"] is None
+    assert "Prediction error: not known" in to_markdown(tuning_table(every, run, confirmed, 5))
+
+
 def test_a_prompt_of_both_runs_is_refused(tmp_path: Path) -> None:
     run, confirmed = made(tmp_path / "run", {"a": 1.3}, "t"), made(tmp_path / "confirm", {"a": 1.3}, "t")
     with pytest.raises(UserError, match="prompt 't00' was measured in"):
