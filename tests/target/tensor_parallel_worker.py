@@ -108,7 +108,7 @@ def checks(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def main_job(folder: Path) -> None:
-    overrides = ["experiment=smoke_tiny", "measure.max_prompts=2", "max_new_tokens=6", f"output_dir={folder / 'out'}"]
+    overrides = ["experiment=smoke_tiny", "measure.max_prompts=2", "max_new_tokens=3", f"output_dir={folder / 'out'}"]
     overrides += ["runtime.tensor_parallel=2", "target=hf", f"target.path={folder / 'llama'}"]
     overrides += ["drafter=eagle3", f"drafter.checkpoint={folder / 'eagle3'}"]
     for _ in range(2):  # the second time it is measured already
