@@ -37,7 +37,7 @@ def test_every_training_config_composes():
             files = [f"{smoke.data}/manifest.json", smoke.draft_options().get("draft_vocab") or smoke.data]
             assert all((ROOT / file).exists() for file in files)
         assert resolve_job(MakeDataConfig, compose("make_data", ["out=o"])).prompts(None) is None
-        with pytest.raises(UserError, match="two sources of prompts"):
+        with pytest.raises(UserError, match="several sources of prompts"):
             resolve_job(MakeDataConfig, compose("make_data", ["out=o", "prompt_file=p", "prompt_dataset.path=d"]))
         with pytest.raises(UserError, match="No value for data, out"):
             resolve_job(TrainJobConfig, compose("train", []))
