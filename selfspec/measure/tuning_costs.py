@@ -52,7 +52,7 @@ class Costs:
 
 def costs_file(folder: Path, config: GenerateConfig, variants: Sequence[Variant], prompts: Sequence[Prompt]) -> Path:
     """Where the costs of exactly this are kept."""
-    parts = {
+    parts: dict[str, Any] = {
         "config": {
             key: value for key, value in asdict(config).items() if key in ("target", "runtime", "max_new_tokens")
         },
