@@ -28,7 +28,7 @@ from selfspec.measure.tuning import Curve, Known, Predicted, Reference, RoundCos
 from selfspec.measure.tuning_costs import Costs, costs_file, measure_costs, read_costs, write_costs
 from selfspec.measure.tuning_grid import Candidate, Grid, Variant, candidates_of, to_measure, variants_of
 from selfspec.prompts import Prompt, prompts_from_config
-from selfspec.records import PromptRecord, read_run, to_json, write_atomic
+from selfspec.records import PromptRecord, by_method, read_run, to_json, write_atomic
 from selfspec.report.render import print_table, to_markdown
 from selfspec.report.runs import Measured, measured
 from selfspec.report.tuning import Tuned, ranked, tuned, tuning_table
@@ -214,15 +214,13 @@ def predict_all(
     costs: Costs,
 ) -> tuple[Reference, list[Predicted]]:
     """AR as it was measured, and every candidate as it should be."""
-    by_method: dict[str, list[PromptRecord]] = {}
-    for record in rounds.run.prompts:
-        by_method.setdefault(record.method, []).append(record)
-    ar = by_method[AR]
+    groups = by_method(rounds.run.prompts)
+    ar = groups[AR]
     reference = Reference(RoundCost.of(ar).total_s, prefill_s(ar), [len(record.token_ids) for record in ar])
     curve = Curve(costs.verify_ratio)
     found = []
     for label, candidates in grid.items():
-        records = {role: by_method[one.label] for role, one in probes[label].items()}
+        records = {role: groups[one.label] for role, one in probes[label].items()}
         shape = probes[label]["tree"].shape if "tree" in records else None
         known = Known(
             acceptance_of(records["longest"]),

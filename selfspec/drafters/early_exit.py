@@ -71,21 +71,19 @@ class EarlyExit:
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
         exit_layer = self.exit_layer if drafting.plan.exit_layer is None else drafting.plan.exit_layer
-        head = self._head
 
         def shallow(step: int) -> Tensor:
             return self.target.run_layers(self.target.embed(rows.window(step, 1)), 0, exit_layer, rows.open(step, 1))
 
         hidden = [shallow(0)]
         for step in drafting:
-            drafting.draw(head(hidden[-1])[:, 0])
+            drafting.draw(self._head(hidden[-1])[:, 0])
             hidden.append(shallow(step + 1))  # the last drafted token is run, though nothing is drafted from it
         return drafting.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """Every node goes through layers [0, E), the leaves too: they are verified from there."""
         exit_layer = self.exit_layer if growing.plan.exit_layer is None else growing.plan.exit_layer
-        head = self._head
         extent = rows.extent(0, growing.plan.width)
 
         def shallow(nodes: slice) -> Tensor:
@@ -97,7 +95,7 @@ class EarlyExit:
         hidden = [shallow(slice(0, 1))]
         for _ in growing:
             num_inner = growing.nodes.stop - growing.nodes.start
-            growing.grow(head(hidden[-1][:, :num_inner]))
+            growing.grow(self._head(hidden[-1][:, :num_inner]))
             hidden.append(shallow(growing.drawn))
         return growing.draft(torch.cat(hidden, 1), first_layer=exit_layer)
 

@@ -21,7 +21,7 @@ from selfspec.drafters import Drafter
 from selfspec.drafters.base import Sized
 from selfspec.measure.cost_model import Stack, break_even_alpha
 from selfspec.measure.protocol import AR, HF
-from selfspec.records import PromptRecord, RoundRecord
+from selfspec.records import PromptRecord, RoundRecord, by_method
 from selfspec.target import Target
 
 ALL_AT_ONCE = ("medusa", "hydra")  # every head is read once per round, whatever K
@@ -64,17 +64,15 @@ def costs(
     records: Sequence[PromptRecord], drafters: Mapping[str, Drafter], target: Target, bytes_per_s: float
 ) -> dict[str, Any]:
     """The whole comparison, for summary.json: the machine's limit, and one entry per method with rounds."""
-    by_method: dict[str, list[PromptRecord]] = {}
-    for record in records:
-        by_method.setdefault(record.method, []).append(record)
-    reference = by_method[AR]
+    groups = by_method(records)
+    reference = groups[AR]
     ar_s = seconds_per_token(reference)
     context = round(sum(r.num_prompt_tokens + len(r.token_ids) / 2 for r in reference) / len(reference))
     step_bytes = stack_of(target).step_bytes(context)
     methods = {
-        label: method_costs(by_method[label], drafters.get(label), target, context, ar_s)
-        for label in by_method
-        if label != HF and any(record.rounds for record in by_method[label])
+        label: method_costs(groups[label], drafters.get(label), target, context, ar_s)
+        for label in groups
+        if label != HF and any(record.rounds for record in groups[label])
     }
     return {
         "context": context,

@@ -11,6 +11,7 @@ from selfspec.records.schema import (
     TraceRecord,
     TraceRound,
     TraceToken,
+    by_method,
     to_json,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "TraceRecord",
     "TraceRound",
     "TraceToken",
+    "by_method",
     "read_run",
     "read_traces",
     "to_json",

@@ -7,7 +7,7 @@ checked in `selfspec.report.checks`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -94,6 +94,14 @@ class TraceRecord:
 
 
 # ---- to and from JSON
+
+
+def by_method(records: Iterable[PromptRecord]) -> dict[str, list[PromptRecord]]:
+    """The records of each method, in the order in which they come."""
+    groups: dict[str, list[PromptRecord]] = {}
+    for record in records:
+        groups.setdefault(record.method, []).append(record)
+    return groups
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -23,6 +23,7 @@ from selfspec.report.figures_costs import has_predictions, predicted_figure
 from selfspec.report.figures_lookahead import exit_cells, exit_layer_figure, lookahead_figure, lookahead_groups
 from selfspec.report.lookaheads import groups_of
 from selfspec.report.runs import Measured
+from selfspec.report.tables import method_name
 
 __all__ = ["acceptance_figure", "all_figures", "speedup_figure", "time_figure", "to_bytes"]
 
@@ -153,6 +154,5 @@ def _methods(runs: Sequence[Measured], with_baseline: bool = True) -> Methods:
 
 
 def _label(name: str, stats: dict[str, Any], item: Measured, runs: Sequence[Measured]) -> str:
-    mark = "†" * stats["lossy"] + "‡" * stats["synthetic"]
     run = f" ({item.run.config_hash})" if len(runs) > 1 else ""
-    return plain(f"{name}{mark}{run}")
+    return plain(method_name(name, stats) + run)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from selfspec.records import PromptRecord, to_json
+from selfspec.records import PromptRecord, by_method, to_json
 from selfspec.report.runs import Measured
+from selfspec.report.tables import method_name
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Group:
     @property
     def marks(self) -> str:
         """† where the rule is lossy, ‡ where acceptance was scripted; "" for most."""
-        stats = [method.stats for method in self.methods]
-        return "†" * any(one["lossy"] for one in stats) + "‡" * any(one["synthetic"] for one in stats)
+        return method_name("", {what: any(one.stats[what] for one in self.methods) for what in ("lossy", "synthetic")})
 
     @property
     def best_fixed(self) -> Looked | None:
@@ -76,9 +76,7 @@ def groups_of(item: Measured) -> list[Group]:
         if label in item.summary["methods"] and isinstance(drafter, Mapping):
             options = {name: value for name, value in drafter.items() if name not in ("lookahead", "label")}
             found.setdefault(to_json(options), []).append((label, drafter))
-    records: dict[str, list[PromptRecord]] = {}
-    for record in item.run.prompts:
-        records.setdefault(record.method, []).append(record)
+    records = by_method(item.run.prompts)
     groups = []
     for members in found.values():
         labels = [label for label, _ in members]
@@ -103,7 +101,8 @@ def shared_name(labels: Sequence[str]) -> str:
 
 
 def as_mapping(lookahead: object) -> Mapping[str, Any]:
-    if isinstance(lookahead, Mapping):
-        kind = lookahead.get("kind", "fixed")
-        return {"num_drafted": 4, **lookahead, "kind": kind} if kind == "fixed" else lookahead
-    return {"kind": "fixed", "num_drafted": int(str(lookahead))} if lookahead else {"kind": "fixed", "num_drafted": 4}
+    """What a config gives as lookahead: a mapping, a number K, or nothing, which is K = 4."""
+    if not isinstance(lookahead, Mapping):
+        lookahead = {"num_drafted": int(str(lookahead))} if lookahead else {}
+    fixed = lookahead.get("kind", "fixed") == "fixed"
+    return {"kind": "fixed", "num_drafted": 4, **lookahead} if fixed else lookahead

@@ -20,7 +20,7 @@ from selfspec.report.lookaheads import Group, Looked, groups_of
 from selfspec.report.oracle import decode_rate, oracle_tokens_per_s, round_costs_s
 from selfspec.report.runs import Measured
 from selfspec.report.speedup import speedups
-from selfspec.report.tables import DASH, MARKS, Block, Table, method_name
+from selfspec.report.tables import DASH, MARKS, Block, Table, method_name, speedup_cell
 
 HEADER = ["policy", "tokens/s", "speedup vs AR", "τ", "share of\noracle", "vs best fixed K"]
 ORACLE = (
@@ -141,20 +141,18 @@ def _versus(method: Looked, best: Looked | None) -> tuple[float, float | None, f
 
 def _cells(row: Reached) -> list[str]:
     stats = row.method.stats
-    speedup = tuple(stats[f"speedup_paired_geomean{end}"] for end in ("", "_low", "_high"))
-    mark = "*" if stats["p_value_holm"] is not None and stats["p_value_holm"] < 0.05 else ""
     return [
         method_name(row.method.policy, stats),
         f"{stats['tokens_per_s']:.1f}",
-        _ratio(None if speedup[0] is None else speedup, 2, mark),
+        speedup_cell(stats),
         DASH if stats["al_pooled"] is None else f"{stats['al_pooled']:.2f}",
         DASH if row.share_of_oracle is None else f"{row.share_of_oracle:.0%}",
-        "best" if row.is_best_fixed else _ratio(row.versus_fixed, 3),
+        "best" if row.is_best_fixed else _ratio(row.versus_fixed),
     ]
 
 
-def _ratio(given: tuple[Any, Any, Any] | None, digits: int, mark: str = "") -> str:
+def _ratio(given: tuple[float, float | None, float | None] | None) -> str:
     if given is None:
         return DASH
     ratio, low, high = given
-    return f"{ratio:.{digits}f}{mark}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if low is not None else "")
+    return f"{ratio:.3f}" + (f" [{low:.3f}, {high:.3f}]" if low is not None else "")

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 
 from selfspec.errors import UserError
-from selfspec.records import PromptRecord
+from selfspec.records import by_method
 from selfspec.report.checks import check_equality, check_record
 from selfspec.report.estimators import (
     Records,
@@ -123,9 +123,7 @@ def noise_check(records: Records, baseline: str = BASELINE, seed: int = 0, resam
 
 def _methods(records: Records, baseline: str, seed: int, resamples: int) -> dict[str, Stats]:
     """One entry per method, in the order in which the run measured them; Holm's correction over the methods."""
-    groups: dict[str, list[PromptRecord]] = {}
-    for record in records:
-        groups.setdefault(record.method, []).append(record)
+    groups = by_method(records)
     for group in groups.values():  # sums of floats then do not depend on the order of the lines
         group.sort(key=lambda record: (record.prompt_id, record.repeat))
     reference = groups.get(baseline, [])

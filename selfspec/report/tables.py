@@ -89,9 +89,11 @@ def category_table(runs: Sequence[Measured]) -> Table:
         rows = []
         for name, overall in item.summary["methods"].items():
             per_category = [item.summary["categories"].get(category, {}).get(name) for category in categories]
-            cells = [_speedup(stats, is_baseline=False) if stats else DASH for stats in per_category]
+            cells = [speedup_cell(stats, is_baseline=False) if stats else DASH for stats in per_category]
             if name != item.summary["baseline"]:
-                rows.append([method_name(name, overall), *cells, _speedup(overall), _number(overall["al_pooled"], 2)])
+                rows.append(
+                    [method_name(name, overall), *cells, speedup_cell(overall), _number(overall["al_pooled"], 2)]
+                )
         blocks.append(Block(item.label, rows))
     return _table("categories", ["method", *categories, "overall", "τ"], blocks, runs)
 
@@ -132,7 +134,7 @@ def _comparison_row(name: str, stats: Mapping[str, Any], item: Measured) -> list
     return [
         method_name(name, stats),
         _number(stats["tokens_per_s"], 1) if timed else DASH,
-        _speedup(stats, is_baseline) if timed else DASH,
+        speedup_cell(stats, is_baseline) if timed else DASH,
         _number(stats["al_pooled"], 2),
         _number(stats["alpha"], 2),
         DASH if None in shares else "/".join(_percentages(shares)),
@@ -146,7 +148,7 @@ def method_name(name: str, stats: Mapping[str, Any]) -> str:
     return name + ("†" if stats["lossy"] else "") + ("‡" if stats["synthetic"] else "")
 
 
-def _speedup(stats: Mapping[str, Any], is_baseline: bool = False) -> str:
+def speedup_cell(stats: Mapping[str, Any], is_baseline: bool = False) -> str:
     ratio, low, high = (stats[f"speedup_paired_geomean{end}"] for end in ("", "_low", "_high"))
     if ratio is None or is_baseline:
         return DASH if ratio is None else "1.00"

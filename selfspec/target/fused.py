@@ -60,7 +60,7 @@ class FusedLayer:
         position_ids: Tensor | None = None,
     ) -> Tensor:
         """As transformers' layers are called; `attention_mask` is the pass's own, `[B, 1, R*T, S]`."""
-        return self.run(self.norm_in(hidden_BTM), hidden_BTM, attention_mask, position_embeddings, cache)
+        return self.feed(self.attend_only(hidden_BTM, attention_mask, position_embeddings, cache))
 
     def run(
         self,
@@ -86,14 +86,7 @@ class FusedLayer:
         """The layer without its MLP, called like the layer."""
         return self.attend(self.norm_in(hidden_BTM), hidden_BTM, attention_mask, position_embeddings, cache)
 
-    def feed_only(
-        self,
-        hidden_BTM: Tensor,
-        attention_mask: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        cache: Pass,
-        position_ids: Tensor | None = None,
-    ) -> Tensor:
+    def feed_only(self, hidden_BTM: Tensor, **_as_the_layer: object) -> Tensor:
         """The layer without its attention, called like the layer: no keys are written."""
         return self.feed(hidden_BTM)
 

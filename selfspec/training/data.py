@@ -243,8 +243,13 @@ def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
     if not paths or len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"data={[str(path) for path in paths]}: give one or several data folders, each once.")
     shards: list[Shard] = []
+    manifests: dict[Path, dict[str, Any]] = {}
     for number, folder in enumerate(paths):
-        shards += _shards(folder, first_index=number * FOLDER_STRIDE)
+        manifest = read_manifest(folder)
+        if manifest is None or not manifest["shards"]:
+            raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+        manifests[folder] = manifest
+        shards += _shards(folder, manifest, first_index=number * FOLDER_STRIDE)
     # The order does not depend on which text was finished first.
     samples = sorted((sample for shard in shards for sample in shard.samples), key=lambda sample: sample.index)
     samples = [s for s in samples if s.answer_len > 0 and s.prompt_len > 0]  # others hold no label
@@ -257,17 +262,12 @@ def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
                 f"The {name} split of {', '.join(map(str, paths))} has no answer tokens: there would be nothing to "
                 "learn from or to validate on. Make more data, or set held_out_share."
             )
-    manifests = [(path / MANIFEST).read_bytes() for path in paths]
-    digests = [hashlib.sha256(manifest).hexdigest() for manifest in manifests]
+    digests = [hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest() for path in paths]
     digest = digests[0] if len(paths) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
-    read = {path: json.loads(manifest) for path, manifest in zip(paths, manifests, strict=True)}
-    return Dataset(train, held_out, shards, read, digest)
+    return Dataset(train, held_out, shards, manifests, digest)
 
 
-def _shards(folder: Path, first_index: int) -> list[Shard]:
-    manifest = read_manifest(folder)
-    if manifest is None or not manifest["shards"]:
-        raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+def _shards(folder: Path, manifest: dict[str, Any], first_index: int) -> list[Shard]:
     shards = []
     for listed in manifest["shards"]:
         path = folder / listed["file"]
