@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 SPECULATORS := .venv-speculators
 
+# Some shells and images set this; every process would then compile all of torch and transformers anew, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo paper test test-oldest test-speculators lint clean
 

@@ -10,6 +10,7 @@ ends the others.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -38,14 +39,17 @@ def in_step(runtime: RuntimeConfig) -> Iterator[bool]:
         yield True
         return
     join(runtime.tensor_parallel)
+    atexit.unregister(dist.destroy_process_group)
     first = dist.get_rank() == 0
     if first:
         yield True
     else:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
             yield False
-    dist.barrier()  # not after a failure: the others would be waited for in vain
-    dist.destroy_process_group()
+    # Not after a failure: the others would be waited for in vain. And not before the process ends: a group that is made
+    # anew has the old one's name in torchrun's store, and finds its addresses there.
+    dist.barrier()
+    atexit.register(dist.destroy_process_group)
 
 
 def refuse_torchrun() -> None:

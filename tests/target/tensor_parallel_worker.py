@@ -127,6 +127,9 @@ def fail() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    (folder / f"rank{rank}.json").write_text(json.dumps(checks(folder, rank)))
+    found = checks(folder, rank)
+    group = dist.group.WORLD
     main_job(folder)
+    found["one group"] = dist.is_initialized() and dist.group.WORLD is group
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
     user_errors(fail)()

@@ -166,6 +166,7 @@ def test_only_the_first_rank_writes_prints_and_is_compared(ranks: Ranks):
     methods = ["hf_generate", "ar", "early_exit", "ngram", "eagle3", "ar_again"]
     assert len(run.prompts) == len({record.key for record in run.prompts}) == 2 * len(methods)
     assert all(record.equals_ar for record in run.prompts if record.method != "ar")
+    assert all(found["one group"] for found in ranks.found), "a second group would find the first one's addresses"
     assert ranks.stdout.count("measured before") == 1
     assert ranks.stdout.count("2 ranks (tensor parallel)") == 2 and ranks.stdout.count(str(folder)) == 2
 
