@@ -23,6 +23,7 @@ from torch import Tensor
 from selfspec.cache import KVCache, Pass
 from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.draft_layer import DraftLayer
+from selfspec.drafters.stretch import Stretch
 from selfspec.target import Target
 
 if TYPE_CHECKING:
@@ -84,22 +85,20 @@ class ChainDrafter:
         hidden_B1M = state.output_BM[:, None]
         for step in drafting:
             if step > 0:
-                pass_ = state.cache.open(rows.positions(step - 1, 1), rows.extent(step - 1, 1))
-                hidden_B1M = self._step(hidden_B1M, rows.window(step, 1), pass_)
+                stretch = Stretch(rows, slice(step, step + 1), behind=1)
+                hidden_B1M = self._step(hidden_B1M, stretch.token_ids_BT, stretch.open(state.cache))
             drafting.draw(self.parts.logits(hidden_B1M)[:, 0])
         return drafting.draft()
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
         """As a chain, with all nodes of a level at once, each on its parent's output."""
-        state, extent = state_of(rows), rows.extent(0, growing.plan.width)
+        state = state_of(rows)
         hidden_BnM = state.output_BM[:, None]
         for level in growing:
             if level > 0:
-                nodes = growing.nodes
-                positions_BT, block = growing.block(nodes, behind=1)
-                pass_ = state.cache.open(positions_BT, extent, tree=block)
-                next_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
-                hidden_BnM = self._step(growing.of_parents(hidden_BnM), next_ids_BT, pass_)
+                stretch = Stretch(rows, growing.nodes, growing, behind=1)
+                parents_BnM = growing.of_parents(hidden_BnM)
+                hidden_BnM = self._step(parents_BnM, stretch.token_ids_BT, stretch.open(state.cache))
             growing.grow(self.parts.logits(hidden_BnM))
         return growing.draft()
 

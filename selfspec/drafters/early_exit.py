@@ -1,9 +1,9 @@
 """Draft with the target's own first E layers, its final norm and its head; verify with the rest.
 
-The draft writes layers [0, E) of the shared cache and keeps the hidden state at E of every token it ran, the last
-drafted one included (Kangaroo's order, Liu et al. 2024: the shallow pass comes before the decision to stop), so
-verification runs [E, L) and no layer below E ever sees a token twice. LayerSkip (Elhoushi et al. 2024) is this with a
-model trained for it; an untrained model agrees with its own exits too rarely to gain.
+The draft writes layers [0, E) of the shared cache and keeps the hidden state at E of every token it ran, so that
+verification runs [E, L) and no layer below E ever sees a token twice (`selfspec.drafters.kept_layers`). LayerSkip
+(Elhoushi et al. 2024) is this with a model trained for it; an untrained model agrees with its own exits too rarely to
+gain.
 
 Cost of a round, in layer loads: E*(K+1) + (L−E), plus K+1 heads; `d_vocab` shrinks the draft's K of them.
 """
@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.draft_vocab import draft_head
+from selfspec.drafters.kept_layers import KeptLayers
 from selfspec.errors import UserError
 from selfspec.target import Target
 
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.tree_drafting import Growing
+    from selfspec.lookahead import Plan
 
 
 @dataclass
@@ -70,34 +69,15 @@ class EarlyExit:
         """Nothing to do: the target's prefill has written layers [0, E) already."""
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        exit_layer = self.exit_layer if drafting.plan.exit_layer is None else drafting.plan.exit_layer
-
-        def shallow(step: int) -> Tensor:
-            return self.target.run_layers(self.target.embed(rows.window(step, 1)), 0, exit_layer, rows.open(step, 1))
-
-        hidden = [shallow(0)]
-        for step in drafting:
-            drafting.draw(self._head(hidden[-1])[:, 0])
-            hidden.append(shallow(step + 1))  # the last drafted token is run, though nothing is drafted from it
-        return drafting.draft(torch.cat(hidden, 1), first_layer=exit_layer)
+        return self._up_to(drafting.plan).chain(rows, drafting)
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
-        """Every node goes through layers [0, E), the leaves too: they are verified from there."""
-        exit_layer = self.exit_layer if growing.plan.exit_layer is None else growing.plan.exit_layer
-        extent = rows.extent(0, growing.plan.width)
+        return self._up_to(growing.plan).tree(rows, growing)
 
-        def shallow(nodes: slice) -> Tensor:
-            positions_BT, block = growing.block(nodes)
-            token_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
-            pass_ = rows.cache.open(positions_BT, extent, tree=block)
-            return self.target.run_layers(self.target.embed(token_ids_BT), 0, exit_layer, pass_)
-
-        hidden = [shallow(slice(0, 1))]
-        for _ in growing:
-            num_inner = growing.nodes.stop - growing.nodes.start
-            growing.grow(self._head(hidden[-1][:, :num_inner]))
-            hidden.append(shallow(growing.drawn))
-        return growing.draft(torch.cat(hidden, 1), first_layer=exit_layer)
+    def _up_to(self, plan: Plan) -> KeptLayers:
+        """The layers before the exit of this round."""
+        exit_layer = self.exit_layer if plan.exit_layer is None else plan.exit_layer
+        return KeptLayers(self.target, exit_layer, lambda hidden_BTM, stretch: self._head(hidden_BTM))
 
 
 def build(target: Target, options: Options) -> EarlyExit:

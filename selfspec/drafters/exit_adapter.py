@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from selfspec.cache import KVCache
 from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.draft_layer import blank_parts, config_value, target_head, target_like
+from selfspec.drafters.kept_layers import KeptLayers
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.fused import RMSNorm
@@ -68,41 +68,20 @@ class ExitAdapter:
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
         assert drafting.plan.exit_layer in (None, self.exit_layer), "a policy of exits is refused before"
-        cache, target = _cache_of(rows), self.target
-
-        def shallow(step: int) -> tuple[Tensor, Tensor]:
-            """Layers [0, E) on a token, and the trained layer on top."""
-            hidden_B1M = target.run_layers(target.embed(rows.window(step, 1)), 0, self.exit_layer, rows.open(step, 1))
-            pass_ = cache.open(rows.positions(step, 1), rows.extent(step, 1))
-            return hidden_B1M, self._layer(hidden_B1M, pass_)
-
-        hidden_B1M, adapted_B1M = shallow(0)
-        hidden = [hidden_B1M]
-        for step in drafting:
-            drafting.draw(self._unembed(self._norm(adapted_B1M))[:, 0])
-            hidden_B1M, adapted_B1M = shallow(step + 1)
-            hidden.append(hidden_B1M)
-        return drafting.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
+        return self._adapted(rows).chain(rows, drafting)
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
-        """Every node goes through layers [0, E) and the trained layer, the leaves too."""
-        cache, target, extent = _cache_of(rows), self.target, rows.extent(0, growing.plan.width)
+        return self._adapted(rows).tree(rows, growing)
 
-        def shallow(nodes: slice) -> tuple[Tensor, Tensor]:
-            positions_BT, block = growing.block(nodes)
-            token_ids_BT = rows.window(nodes.start, nodes.stop - nodes.start)
-            pass_ = rows.cache.open(positions_BT, extent, tree=block)
-            hidden_BnM = target.run_layers(target.embed(token_ids_BT), 0, self.exit_layer, pass_)
-            return hidden_BnM, self._layer(hidden_BnM, cache.open(positions_BT, extent, tree=block))
-
-        hidden_BnM, adapted_BnM = shallow(slice(0, 1))
-        hidden = [hidden_BnM]
-        for _ in growing:
-            num_inner = growing.nodes.stop - growing.nodes.start
-            growing.grow(self._unembed(self._norm(adapted_BnM[:, :num_inner])))
-            hidden_BnM, adapted_BnM = shallow(growing.drawn)
-            hidden.append(hidden_BnM)
-        return growing.draft(torch.cat(hidden, 1), first_layer=self.exit_layer)
+    def _adapted(self, rows: Rows) -> KeptLayers:
+        """Layers [0, E), and the trained layer on top of every token."""
+        cache = _cache_of(rows)
+        return KeptLayers(
+            self.target,
+            self.exit_layer,
+            logits=lambda adapted_BTM, stretch: self._unembed(self._norm(adapted_BTM)),
+            on_all=lambda hidden_BTM, stretch: self._layer(hidden_BTM, stretch.open(cache)),
+        )
 
 
 def _cache_of(rows: Rows) -> KVCache:

@@ -25,6 +25,7 @@ from torch import Tensor
 from selfspec.cache import KVCache, kv_bytes_per_slot
 from selfspec.cache.storage import slots_for
 from selfspec.drafters.base import Draft, Seen
+from selfspec.drafters.stretch import Stretch
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target
 from selfspec.target.stack import spread
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
     from selfspec.decoding.tree_drafting import Growing
+    from selfspec.lookahead import Plan
 
 
 VOCABULARY = "draft_vocab.safetensors"
@@ -86,30 +88,23 @@ class Independent:
         self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        behind = drafting.plan.behind
         for step in drafting:
-            first, width = (-1 - behind, 2 + behind) if step == 0 else (step, 1)
-            pass_ = _cache_of(rows).open(rows.positions(first, width), rows.extent(first, width))
-            hidden_BTM = self._embed(rows.window(first, width))
-            hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            drafting.draw(self._logits(hidden_BTM[:, -1:])[:, 0])
+            stretch = _pending(rows, drafting.plan) if step == 0 else Stretch(rows, slice(step, step + 1))
+            drafting.draw(self._logits(self._run(rows, stretch)[:, -1:])[:, 0])
         return drafting.draft()
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
-        cache, extent, behind = _cache_of(rows), rows.extent(0, growing.plan.width), growing.plan.behind
         for level in growing:
-            nodes = growing.nodes
             if level == 0:
-                first, width = -1 - behind, 2 + behind
-                pass_ = cache.open(rows.positions(first, width), rows.extent(first, width))
+                hidden_BnM = self._run(rows, _pending(rows, growing.plan))[:, -1:]
             else:
-                first, width = nodes.start, nodes.stop - nodes.start
-                positions_BT, block = growing.block(nodes)
-                pass_ = cache.open(positions_BT, extent, tree=block)
-            hidden_BTM = self._embed(rows.window(first, width))
-            hidden_BTM = self.model.run_layers(hidden_BTM, 0, self.model.num_layers, pass_)
-            growing.grow(self._logits(hidden_BTM[:, -1:] if level == 0 else hidden_BTM))
+                hidden_BnM = self._run(rows, Stretch(rows, growing.nodes, growing))
+            growing.grow(self._logits(hidden_BnM))
         return growing.draft()
+
+    def _run(self, rows: Rows, stretch: Stretch) -> Tensor:
+        hidden_BTM = self._embed(stretch.token_ids_BT)
+        return self.model.run_layers(hidden_BTM, 0, self.model.num_layers, stretch.open(_cache_of(rows)))
 
     def _embed(self, token_ids_BT: Tensor) -> Tensor:
         return self.model.embed(token_ids_BT if self._token_ids_N is None else self._place_V[token_ids_BT])
@@ -126,6 +121,11 @@ def places(token_ids_N: Tensor, vocab_size: int) -> Tensor:
     place_V = torch.full((vocab_size,), len(token_ids_N), dtype=torch.int64, device=token_ids_N.device)
     place_V[token_ids_N] = torch.arange(len(token_ids_N), device=token_ids_N.device)
     return place_V
+
+
+def _pending(rows: Rows, plan: Plan) -> Stretch:
+    """The pending token, and before it what the model may not have run yet."""
+    return Stretch(rows, slice(-1 - plan.behind, 1))
 
 
 def _cache_of(rows: Rows) -> KVCache:

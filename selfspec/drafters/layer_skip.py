@@ -17,12 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.draft_vocab import draft_head
+from selfspec.drafters.kept_layers import KeptLayers
 from selfspec.drafters.skip_set import SkipSet, check_set, read_set
+from selfspec.drafters.stretch import Stretch
 from selfspec.errors import UserError
 from selfspec.target import Target
 
@@ -81,37 +82,20 @@ class LayerSkip:
         """Nothing to do: the target's prefill has written every layer's keys and values."""
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        target, first, last = self.target, self._first, self.target.num_layers
-        whole = []  # what leaves the layers below the first skip, which verification goes on from
-        for step in drafting:
-            pass_ = rows.open(step, 1)
-            whole.append(target.run_layers(target.embed(rows.window(step, 1)), 0, first, pass_))
-            hidden_B1M = target.run_layers(whole[-1], first, last, pass_, self._layers)
-            drafting.draw(self._head(hidden_B1M)[:, 0])
-        end = drafting.num_steps  # the last drafted token, from which nothing is drafted
-        whole.append(target.run_layers(target.embed(rows.window(end, 1)), 0, first, rows.open(end, 1)))
-        return drafting.draft(torch.cat(whole, 1), first_layer=first)
+        return self._whole(rows).chain(rows, drafting)
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
-        """Leaves go through the whole layers too, since they are verified from there; through the others only nodes
-        with children.
-        """
-        target, first, last, layers = self.target, self._first, self.target.num_layers, self._layers
-        extent = rows.extent(0, growing.plan.width)
+        return self._whole(rows).tree(rows, growing)
 
-        def run(nodes: slice, hidden_BTM: Tensor, start: int, end: int) -> Tensor:
-            positions_BT, block = growing.block(nodes)
-            return target.run_layers(hidden_BTM, start, end, rows.cache.open(positions_BT, extent, tree=block), layers)
+    def _whole(self, rows: Rows) -> KeptLayers:
+        """The layers below the first skip; through the others go only tokens that are drafted from."""
+        target, first, layers = self.target, self._first, self._layers
 
-        def embedded(nodes: slice) -> Tensor:
-            return target.embed(rows.window(nodes.start, nodes.stop - nodes.start))
+        def logits(hidden_BTM: Tensor, stretch: Stretch) -> Tensor:
+            pass_ = stretch.open(rows.cache)
+            return self._head(target.run_layers(hidden_BTM, first, target.num_layers, pass_, layers))
 
-        whole = [run(slice(0, 1), embedded(slice(0, 1)), 0, first)]
-        for _ in growing:
-            nodes = growing.nodes
-            growing.grow(self._head(run(nodes, whole[-1][:, : nodes.stop - nodes.start], first, last)))
-            whole.append(run(growing.drawn, embedded(growing.drawn), 0, first))
-        return growing.draft(torch.cat(whole, 1), first_layer=first)
+        return KeptLayers(target, first, logits)
 
 
 def build(target: Target, options: Options) -> LayerSkip:
