@@ -1,8 +1,8 @@
 """The dependency rule, read off the source: every import counts, also one inside a function.
 
-    experiments -> run -> {measure, tracking, training, hf} -> decoding -> {drafters, lookahead}
+    experiments -> tuning -> run -> {measure, tracking, training, hf} -> decoding -> {drafters, lookahead}
                 -> {target, cache, sampling} -> {config, records, errors, grid, prompts, prompts_hub, provenance}
-    report -> {records, errors};  run and experiments may import report
+    report -> {records, errors};  run, tuning and experiments may import report
 
 A package may import its own level, but no two packages may import each other. What stands under `if TYPE_CHECKING`
 names types and loads nothing: a drafter may say that it is handed `decoding.rows.Rows`.
@@ -27,10 +27,11 @@ LEVELS = (
     {"decoding"},
     {"measure", "tracking", "training", "hf"},
     {"run", "mirror"},
+    {"tuning"},
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 REPORT_MAY_IMPORT = {"report", "records", "errors"}
-EXPERIMENTS_AND_RUN_IMPORT_REPORT = {"run", "mirror"}
+MAY_IMPORT_REPORT = {"run", "mirror", "tuning"}
 
 # Heavy or optional packages, and the only places that may import them (paths under the root, prefixes).
 HOMES = {
@@ -121,7 +122,7 @@ def violation(one: Import) -> str | None:
     if one.package == "report":
         return None if imported in REPORT_MAY_IMPORT else "report imports only records"
     if imported == "report":
-        return None if one.package in EXPERIMENTS_AND_RUN_IMPORT_REPORT else "only run and experiments import report"
+        return None if one.package in MAY_IMPORT_REPORT else "only run and experiments import report"
     if one.package not in LEVEL_OF:
         return f"{one.package} has no level; give it one in LEVELS"
     if LEVEL_OF[imported] > LEVEL_OF[one.package]:

@@ -6,8 +6,8 @@ siblings, the likeliest first.
 
 `best_shape` chooses the shape for a number of nodes as Medusa and EAGLE do for their static trees: greedily, always the
 node that is most likely to be accepted, from the share of positions at which the draft's candidate of rank r at depth d
-is the target's token. Its expected accepted length is the sum of the chosen nodes' path probabilities, so the greedy
-choice is the best one (a child is never likelier than its parent).
+is the target's token. Its expected accepted length is the sum of the nodes' path probabilities (`chances_by_depth`), so
+the greedy choice is the best one (a child is never likelier than its parent).
 """
 
 from __future__ import annotations
@@ -124,6 +124,19 @@ def shape_of_branches(branches: Sequence[int]) -> TreeShape:
     return shape_of_paths(found)
 
 
+def chances_by_depth(shape: TreeShape, accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Entry d: the chance that one of the nodes at depth d+1 is accepted; their sum is the expected accepted length.
+
+    accuracies: as for `best_shape`. The chance of a node is the product along its path: ranks at one depth are taken to
+    say nothing about the next.
+    """
+    of_node, of_depth = [1.0], [0.0] * shape.depth
+    for depth, parent, rank in zip(shape.depths[1:], shape.parents, shape.ranks, strict=True):
+        of_node.append(of_node[parent] * accuracies[depth - 1][rank])
+        of_depth[depth - 1] += of_node[-1]
+    return of_depth
+
+
 def best_shape(accuracies: Sequence[Sequence[float]], num_nodes: int) -> tuple[TreeShape, float]:
     """The tree of `num_nodes` nodes (with the root) of the largest expected accepted length, and that length.
 
@@ -134,14 +147,13 @@ def best_shape(accuracies: Sequence[Sequence[float]], num_nodes: int) -> tuple[T
         raise UserError(f"num_nodes={num_nodes}: a tree has a root and at least one more node, and accuracies for it.")
     heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
-    expected = 0.0
     while heap and len(chosen) < num_nodes - 1:
         weight, path = heapq.heappop(heap)
         chosen.append(path)
-        expected -= weight
         at = accuracies[len(path) - 1]
         if path[-1] + 1 < len(at) and at[path[-1]] > 0:
             heapq.heappush(heap, (weight / at[path[-1]] * at[path[-1] + 1], (*path[:-1], path[-1] + 1)))
         if len(path) < len(accuracies):
             heapq.heappush(heap, (weight * accuracies[len(path)][0], (*path, 0)))
-    return shape_of_paths(chosen), expected
+    shape = shape_of_paths(chosen)
+    return shape, sum(chances_by_depth(shape, accuracies))

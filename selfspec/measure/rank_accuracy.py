@@ -61,7 +61,7 @@ class RankAccuracy:
 
     @property
     def accuracies(self) -> list[list[float]]:
-        """`[depth][rank]`, for `best_shape`, `best_tree` and `lookahead={"kind": "tree", "accuracies": ...}`."""
+        """`[depth][rank]`, for `best_shape` and `lookahead={"kind": "tree", "accuracies": ...}`."""
         return [
             [count / max(tested, 1) for count in counts]
             for counts, tested in zip(self.counts, self.tested, strict=True)

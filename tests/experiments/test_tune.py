@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ from hydra.core.global_hydra import GlobalHydra
 import selfspec.run
 from selfspec.config import CompareConfig, conf_dir, resolve
 from selfspec.errors import UserError
-from selfspec.measure.tuning_grid import candidates_of
 from selfspec.records import read_run
-
-REPO = Path(__file__).parent.parent.parent
-sys.path.append(str(REPO / "experiments"))
-tune = importlib.import_module("tune")
+from selfspec.tuning import costs as tuning_costs
+from selfspec.tuning import tuner
+from selfspec.tuning.costs import costs_file
+from selfspec.tuning.grid import candidates_of
+from selfspec.tuning.settings import TuneConfig, checked, comparison
 
 TINY = [
     "target=random-tiny", "runtime=cpu_float32", "measure=smoke", "measure.noise_check=false", "drafters=[exit,ngram]",
@@ -34,12 +32,12 @@ TINY = [
 def config_of(*overrides: str) -> Any:
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return resolve(tune.TuneConfig, compose("tune", list(overrides)))
+        return resolve(TuneConfig, compose("tune", list(overrides)))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Any]:
-    return lambda *more: tune.run_tuner(config_of(*TINY, f"output_dir={tmp_path}", *more))
+    return lambda *more: tuner.run_tuner(config_of(*TINY, f"output_dir={tmp_path}", *more))
 
 
 def keys(folder: Path) -> list[tuple[str, str, int]]:
@@ -64,7 +62,7 @@ def test_killed_in_the_middle_it_goes_on_and_runs_only_what_is_promising(
     measured, costs = (rounds / "prompts.jsonl").read_bytes(), next(tmp_path.glob("tune/costs-*.json")).read_bytes()
     assert not (tmp_path / "tune" / "tuned").exists(), "nothing is half-written"
 
-    monkeypatch.setattr(tune, "measure_costs", lambda *a: pytest.fail("measured costs that are there"))
+    monkeypatch.setattr(tuning_costs, "measure_costs", lambda *a: pytest.fail("measured costs that are there"))
     result = run()
     assert (rounds / "prompts.jsonl").read_bytes() == measured
     assert next(tmp_path.glob("tune/costs-*.json")).read_bytes() == costs
@@ -94,7 +92,7 @@ def test_killed_in_the_middle_it_goes_on_and_runs_only_what_is_promising(
     assert "1/4 costs" in printed and "4/4 confirm" in printed and "experiment=tuned" in printed
     assert (out / "tune.md").read_text().count("| chosen |") == 1
 
-    monkeypatch.setattr(tune, "measure_into", lambda *a: pytest.fail("measured what is there"))
+    monkeypatch.setattr(tuner, "measure_into", lambda *a: pytest.fail("measured what is there"))
     assert run() == result
     check_winner_is_usable(out, found["winner"])
 
@@ -118,9 +116,17 @@ def check_winner_is_usable(out: Path, winner: dict[str, Any]) -> None:
 
 
 def test_a_forced_run_measures_costs_again(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "measure_costs", lambda *a: (_ for _ in ()).throw(UserError("measured")))
+    monkeypatch.setattr(tuning_costs, "measure_costs", lambda *a: (_ for _ in ()).throw(UserError("measured")))
     with pytest.raises(UserError, match="measured"):
         run("force=true")
+
+
+def test_costs_of_a_target_whose_weights_were_replaced_are_not_taken(tmp_path: Path) -> None:
+    """The config says where the weights are, the drafts' options too; neither says what they hold."""
+    config = config_of(*TINY)
+    variants, prompts = checked(config)
+    one, same, other = (costs_file(tmp_path, config, weights, variants, prompts) for weights in ("a", "a", "b"))
+    assert one == same != other
 
 
 @pytest.mark.parametrize(
@@ -173,7 +179,7 @@ def test_prompts_to_confirm_on_that_were_chosen_on_are_refused(run: Callable[...
 
 def test_the_shipped_candidates_are_there_and_make_a_grid() -> None:
     config = config_of()
-    variants, prompts = tune.checked(config)
+    variants, prompts = checked(config)
     assert {one.drafter for one in variants} == {
         "eagle3", "exit_adapter", "medusa", "hydra", "mtp", "independent", "ngram", "hybrid",
     }  # fmt: skip
@@ -181,6 +187,4 @@ def test_the_shipped_candidates_are_there_and_make_a_grid() -> None:
     assert len({one.label for one in grid}) == len(grid) > 80
     assert {prompt.split for prompt in prompts} == {"tune"} and len(prompts) == 12
     drafters = {one.label: one.run_as() for one in grid}
-    assert set(tune.comparison(config, "check", drafters, config.prompts).drafters) == set(drafters), (
-        "labels name files"
-    )
+    assert set(comparison(config, "check", drafters, config.prompts).drafters) == set(drafters), "labels name files"

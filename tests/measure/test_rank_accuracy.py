@@ -1,4 +1,4 @@
-"""Measured ranks foretell the rounds of a real tree, and the tree chosen from them is the one of the highest rate."""
+"""Measured ranks foretell the rounds of a real tree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 from tree_drafters import DRAFTERS, TARGET, drafter_of
 
 from selfspec import UserError, build_drafter, decode
-from selfspec.lookahead.tree_choice import best_tree, cost_at
-from selfspec.lookahead.tree_shape import best_shape, shape_of_branches, shape_of_paths
+from selfspec.lookahead.tree_shape import shape_of_branches, shape_of_paths
 from selfspec.measure.rank_accuracy import RankAccuracy, rank_accuracy
 from tiny_models import prompt_ids
 
@@ -66,48 +65,3 @@ def test_a_tree_is_counted_on_the_measured_paths():
     assert measured.expected_accepted(shape_of_paths([[0], [1], [0, 0], [0, 1]])) == (2 + 1 + 2 + 0) / 4
     with pytest.raises(UserError, match="depth 3 cannot be counted"):
         measured.expected_accepted(shape_of_paths([[0], [0, 0], [0, 0, 0]]))
-
-
-ACCURACIES = [[0.45, 0.2, 0.1], [0.5, 0.15, 0.05], [0.6, 0.2, 0.1]]
-
-
-@pytest.mark.parametrize(
-    ("verify_cost", "draft_cost"),
-    [({1: 1.0, 16: 1.1}, 0.05), ({1: 1.0, 4: 1.2, 16: 3.0}, 0.1), ({1: 10.0, 8: 40.0}, 3.0)],
-)
-def test_the_chosen_tree_has_the_highest_rate_of_all_sizes_and_depths(verify_cost, draft_cost):
-    chosen = best_tree(ACCURACIES, verify_cost, draft_cost)
-    rates = []
-    for depth in (1, 2, 3):
-        for num_nodes in range(2, max(verify_cost) + 1):
-            shape, accepted = best_shape(ACCURACIES[:depth], num_nodes)
-            cost = cost_at(verify_cost, shape.num_nodes) + shape.depth * draft_cost
-            rates.append((1 + accepted) / cost * verify_cost[1])
-    assert chosen.speedup == pytest.approx(max(rates))
-    assert shape_of_paths(chosen.paths) == chosen.shape
-    assert chosen.speedup == pytest.approx(chosen.expected_emitted / chosen.round_cost * verify_cost[1])
-
-
-def test_where_positions_are_free_the_tree_is_large_and_where_they_cost_it_is_a_short_chain():
-    free = best_tree(ACCURACIES, {1: 1.0, 16: 1.0}, 0.01)
-    dear = best_tree(ACCURACIES, {1: 1.0, 2: 1.3, 16: 16.0}, 0.1)
-    assert free.num_nodes == 16 and free.depth == 3 and free.top_k == 4  # four nodes of its second level have children
-    assert dear.paths == [[0]]
-    at_once = best_tree(ACCURACIES, {1: 1.0, 16: 1.0}, [0.5, 0.0, 0.0])
-    assert at_once.depth == 3, "heads that are read at once: deeper levels are free"
-    assert cost_at({1: 1.0, 3: 2.0}, 2) == 1.5
-
-
-@pytest.mark.parametrize(
-    ("verify_cost", "draft_cost", "message"),
-    [
-        ({2: 1.0}, 0.1, "1 position among them"),
-        ({1: 1.0, 2: 0.0}, 0.1, "costs above 0"),
-        ({1: 1.0}, 0.1, "at most 1 nodes"),
-        ({1: 1.0, 4: 1.0}, [0.1], "one for each"),
-        ({1: 1.0, 4: 1.0}, -0.1, "0 or more"),
-    ],
-)
-def test_impossible_costs_are_refused(verify_cost, draft_cost, message):
-    with pytest.raises(UserError, match=message):
-        best_tree(ACCURACIES, verify_cost, draft_cost)

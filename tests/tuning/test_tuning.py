@@ -11,7 +11,10 @@ from selfspec.errors import UserError
 from selfspec.lookahead import build_lookahead
 from selfspec.lookahead.tree_shape import TreeShape, best_shape
 from selfspec.measure.cost_model import expected_tau
-from selfspec.measure.tuning import (
+from selfspec.records import PromptRecord, RoundRecord
+from selfspec.report.estimators import conditional_acceptance
+from selfspec.tuning.grid import Candidate, Grid, Variant, candidates_of, to_measure, variants_of
+from selfspec.tuning.prediction import (
     Curve,
     Known,
     Predicted,
@@ -24,9 +27,6 @@ from selfspec.measure.tuning import (
     tokens_per_s,
     tree_acceptance,
 )
-from selfspec.measure.tuning_grid import Candidate, Grid, Variant, candidates_of, to_measure, variants_of
-from selfspec.records import PromptRecord, RoundRecord
-from selfspec.report.estimators import conditional_acceptance
 
 ACCEPTANCE = [0.7, 0.6, 0.5, 0.45, 0.4]
 RANKS = [[0.7, 0.15, 0.05], [0.6, 0.2, 0.08], [0.5, 0.2, 0.1]]
@@ -166,6 +166,20 @@ def test_rounds_are_counted_with_the_last_one_cut_short() -> None:
     rounds = expected_rounds(ACCEPTANCE, 4000)
     assert 4000 / rounds[4000] == pytest.approx(expected_tau(ACCEPTANCE), rel=1e-3)
     assert rounds[24] > 24 / expected_tau(ACCEPTANCE) + 0.1, "an answer ends inside a round"
+
+
+def test_where_positions_are_free_the_largest_tree_is_foretold_and_where_they_cost_a_short_chain() -> None:
+    def foretold(v: Curve) -> str:
+        costs = [RoundCost(0.0001 * k, AR_S * v(k + 1), 0.0) for k in (1, 5)]
+        biggest = candidate("tree8d3").shape
+        assert biggest is not None
+        of_biggest = RoundCost(0.0003, AR_S * v(biggest.num_nodes), 0.0)
+        known = Known([0.5] * 5, PREFILL_S, *costs, (biggest, of_biggest), RANKS)
+        found = [predict(one, known, REFERENCE, v) for one in candidates_of(VARIANT, RANKS)]
+        return promising(found, top=1)[0].candidate.label
+
+    assert foretold(Curve({1: 1.0, 16: 1.0})) == "head.tree8d3"
+    assert foretold(Curve({1: 1.0, 2: 1.3, 16: 16.0})) == "head.K1"
 
 
 def test_no_draft_is_predicted_as_it_was_measured() -> None:

@@ -1,20 +1,20 @@
 """How fast every candidate of a grid should be, predicted from a few measured costs, so that few have to be run.
 
-Of each variant (`selfspec.measure.tuning_grid`) two chains are run, the shortest and the longest of its grid, and its
+Of each variant (`selfspec.tuning.grid`) two chains are run, the shortest and the longest of its grid, and its
 largest tree. From them, with tau and acceptance as in `selfspec.measure.cost_model`:
 
     a_i           the chance that draft i is accepted, given all before; a draft that was not made counts as refused
     draft_s(K)    a line through the two chains; other_s(K) too (acceptance, commit, what a round's clocks missed)
     verify_s(K)   between the two chains along v(width), the target's own pass by width; beyond in proportion to it
-    tree          a_d from accuracies by rank; a level of n nodes costs a draft step times v(n); each phase is then
-                  scaled by what the largest tree really took
+    tree          a_d from accuracies by rank (`chances_by_depth`); a level of n nodes costs a draft step times v(n);
+                  each phase is then scaled by what the largest tree really took
     tokens/s      Σ n_p / Σ (prefill_s + rounds(n_p) round_s) over the lengths n_p of the answers, where
                   rounds(n) = 1 + Σ_j P(j tokens in a round) rounds(n − j): the last round of an answer is cut short
     policy        the best chain that it may choose, or no draft: what it would reach if it knew; for a dynamic tree the
                   best static one of its size and depth
 
 Left out: that acceptance depends on where a round began, and what a policy gains by telling rounds apart.
-No torch: the numbers come from run directories (`RoundCost.of`) and `selfspec.measure.tuning_costs`.
+No torch: the numbers come from run directories (`RoundCost.of`) and `selfspec.tuning.costs`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selfspec.lookahead.tree_shape import TreeShape
+from selfspec.lookahead.tree_shape import TreeShape, chances_by_depth
 from selfspec.measure.cost_model import expected_tau
-from selfspec.measure.tuning_grid import Candidate
 from selfspec.records import PromptRecord
+from selfspec.tuning.grid import Candidate
 
 
 @dataclass(frozen=True)
@@ -209,14 +209,7 @@ def _phases(cost: RoundCost) -> tuple[float, float, float]:
 
 def tree_acceptance(shape: TreeShape, accuracies: Sequence[Sequence[float]]) -> list[float]:
     """Per depth: the chance that one of its nodes is accepted, given that one of the depth before was."""
-    chances = [1.0]
-    for node, parent in enumerate(shape.parents, start=1):
-        chances.append(chances[parent] * accuracies[shape.depths[node] - 1][shape.ranks[node - 1]])
-    reached = [
-        sum(chance for chance, depth in zip(chances, shape.depths, strict=True) if depth == at)
-        for at in range(1, shape.depth + 1)
-    ]
-    return [min(1.0, chance) for chance in conditional(reached)]
+    return [min(1.0, chance) for chance in conditional(chances_by_depth(shape, accuracies))]
 
 
 def expected_rounds(acceptance: Sequence[float], most: int) -> list[float]:

@@ -1,8 +1,9 @@
 """What the tuner asks of the target and of each draft before any chain is run: v by width, and accuracies by rank.
 
-Both are measured once and kept as JSON under a hash of what they depend on, weights included, so that a tuner that is
-started again reads them. Building every draft here also means that a missing or foreign one is refused before anything
-has been measured. Cost: v takes seconds; accuracies by rank one plain decoding and one round per token and draft.
+Both are measured once and kept as JSON under a hash of what they depend on, the weights of target and drafts included,
+so that a tuner that is started again reads them. Building every draft here also means that a missing or foreign one is
+refused before anything has been measured. Cost: the target is loaded, if only to know its weights; v takes seconds;
+accuracies by rank one plain decoding and one round per token and draft.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from selfspec.measure.bench import checkpoint_of, drafter_of
 from selfspec.measure.items import longest_prompt, make_item
 from selfspec.measure.rank_accuracy import rank_accuracy
 from selfspec.measure.speed import SpeedConfig, verify_cost
-from selfspec.measure.tuning_grid import Variant
 from selfspec.prompts import Prompt, prompts_hash
 from selfspec.provenance import hash_file
 from selfspec.records import to_json, write_atomic
 from selfspec.records.schema import parse_object
-from selfspec.target import load_target
+from selfspec.target import Target, load_target
+from selfspec.tuning.grid import Variant
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 33, 48, 64)
 VERIFY_REPEATS = 4  # times 5, interleaved by width
@@ -50,31 +51,51 @@ class Costs:
     drafts: dict[str, Drafts]
 
 
-def costs_file(folder: Path, config: GenerateConfig, variants: Sequence[Variant], prompts: Sequence[Prompt]) -> Path:
-    """Where the costs of exactly this are kept."""
-    parts: dict[str, Any] = {
-        "config": {
-            key: value for key, value in asdict(config).items() if key in ("target", "runtime", "max_new_tokens")
-        },
+def stored_costs(
+    folder: Path,
+    config: GenerateConfig,
+    variants: Sequence[Variant],
+    prompts: Sequence[Prompt],
+    say: Say,
+    anew: bool = False,
+) -> Costs:
+    """The costs of exactly this, measured if they are not in `folder`, or `anew`. Raises UserError for a target or a
+    draft that cannot be loaded, or does not fit.
+    """
+    target = load_target(config.target, config.runtime.dtype, config.runtime.device)
+    path = costs_file(folder, config, target.fingerprint, variants, prompts)
+    say(f"1/4 costs of {len(variants)} drafts, in {path}")
+    if anew or not path.exists():
+        write_costs(path, measure_costs(target, config, variants, prompts, say))
+    return read_costs(path)
+
+
+def costs_file(
+    folder: Path, config: GenerateConfig, fingerprint: str, variants: Sequence[Variant], prompts: Sequence[Prompt]
+) -> Path:
+    """Where they are kept. fingerprint: the target's; its config may name a folder whose weights were replaced."""
+    keys = ("target", "runtime", "max_new_tokens", "ignore_eos")
+    parts = {
+        "config": {key: value for key, value in asdict(config).items() if key in keys},
+        "target": fingerprint,
         "variants": [asdict(variant) for variant in variants],
-        "weights": [fingerprint(variant.options) for variant in variants],
+        "weights": [hashes_of_weights(variant.options) for variant in variants],
         "prompts": prompts_hash(prompts),
     }
-    if config.ignore_eos:  # else as without it, so that costs from before keep their names
-        parts["ignore_eos"] = True
     return folder / f"costs-{hashlib.sha256(to_json(parts).encode()).hexdigest()[:8]}.json"
 
 
-def fingerprint(options: Mapping[str, Any]) -> list[str]:
-    """Hashes of the trained weights that these options name, also those of a draft inside a draft."""
+def hashes_of_weights(options: Mapping[str, Any]) -> list[str]:
+    """Of the trained weights that these options name, also those of a draft inside a draft."""
     own = checkpoint_of(options) / "model.safetensors"
-    inner = [fingerprint(value) for value in options.values() if isinstance(value, Mapping)]
+    inner = [hashes_of_weights(value) for value in options.values() if isinstance(value, Mapping)]
     return ([hash_file(own)] if own.is_file() else []) + [one for found in inner for one in found]
 
 
-def measure_costs(config: GenerateConfig, variants: Sequence[Variant], prompts: Sequence[Prompt], say: Say) -> Costs:
-    """Loads the target and every draft once. Raises UserError for what cannot be loaded or does not fit the target."""
-    target = load_target(config.target, config.runtime.dtype, config.runtime.device)
+def measure_costs(
+    target: Target, config: GenerateConfig, variants: Sequence[Variant], prompts: Sequence[Prompt], say: Say
+) -> Costs:
+    """Loads every draft once. Raises UserError for one that cannot be loaded or does not fit the target."""
     longest_prompt(target, prompts, config.max_new_tokens)
     drafters = {variant.label: drafter_of(variant.options, target) for variant in variants}
     token_ids = [make_item(target, prompt).token_ids for prompt in prompts]
