@@ -5,7 +5,7 @@ round reads and writes lies in `Rows` and never moves, nothing in it reads the h
 extent) alone, so it can be captured once per such shape and replayed. Capturing runs the round with all rows idle: it
 writes to the trash slots and to the tentative area only, so no state has to be saved or restored.
 
-What a graph has baked in is in a key: plan (K) and extent here; drafter, policy, transforms, rule and halves in
+What a graph has baked in is in a key: plan (K) and extent here; drafter, policy, transforms, rules and halves in
 `choose_rounds`; the ends of sequence in `Rows.set_eos`. The noise is a function of (seed, request, position), so
 replays need no generator state; the seed is a tensor here. The same code runs eagerly on the CPU, where the tests check
 what a graph relies on and replay recorded operators (tests/decoding/test_rounds.py, tests/gpu); `pytest -m gpu` checks
@@ -196,7 +196,8 @@ def choose_rounds(
     whole, strict = mode != "split", mode != "auto"
     settings = getattr(sampler.transforms, "sampling", None)
     transforms = id(sampler.transforms) if settings is None else repr(settings)
-    key = (whole, strict, id(drafter), id(stopping), transforms, type(sampler.rule), sampler.rule.name)
+    rules = baked(sampler.rule), baked(sampler.tree_rule)
+    key = (whole, strict, id(drafter), id(stopping), transforms, *rules)
     rounds = rows.rounds.pop(key, None)
     if isinstance(rounds, GraphedRounds):
         rounds.reseed(sampler)
@@ -207,6 +208,11 @@ def choose_rounds(
     if len(rows.rounds) > MAX_SETTINGS:
         del rows.rounds[next(iter(rows.rounds))]
     return rounds
+
+
+def baked(rule: object) -> object:
+    """What a graph holds of a rule: of one without attributes its type, else that very rule, which lives as long."""
+    return id(rule) if getattr(rule, "__dict__", None) else type(rule)
 
 
 def check_mode(mode: str) -> str:

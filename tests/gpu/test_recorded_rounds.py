@@ -29,6 +29,7 @@ from selfspec.decoding import graphs
 from selfspec.decoding.capture import NotCapturable
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.lookahead import Plan
+from selfspec.sampling.acceptance import Verdict
 from tiny_models import prompt_ids
 
 TARGET = target_on("cpu")
@@ -112,6 +113,32 @@ def test_what_is_baked_in_is_part_of_the_key(tapes):
         options = dict(max_new_tokens=25, lookahead=2, seed=4) | options
         fresh = Decoder(TARGET, ALL["early_exit"], 2, rounds="eager").decode(RAGGED, **options)
         assert told(decoder.decode(RAGGED, **options)) == told(fresh)
+
+
+class Constant:
+    """A rule of the caller's own, with a setting: every round emits this token."""
+
+    name, lossy, needs_q = "constant", True, False
+
+    def __init__(self, token):
+        self.token = token
+
+    def draw(self, logits_BV, noise):
+        return logits_BV.argmax(-1), None
+
+    def accept(self, drafted_BK, q_BKV, num_drafted_B, logits_BTV, noise):
+        zeros_B = torch.zeros_like(num_drafted_B)
+        return Verdict(zeros_B, zeros_B + self.token, zeros_B)
+
+
+def test_a_rules_own_settings_and_its_tree_form_are_part_of_the_key(tapes):
+    decoder = Decoder(TARGET, ALL["early_exit"], capacity=200, rounds="whole")
+    options = dict(max_new_tokens=8, ignore_eos=True)
+    for token in (5, 6):
+        assert decoder.decode([RAGGED[0]], acceptance=Constant(token), **options)[0].token_ids == [token] * 8
+    expected = told(Decoder(TARGET, None).decode([RAGGED[0]], **options))[0][0]
+    for lookahead in (3, {"kind": "tree", "branches": [2, 2]}, 3):
+        assert decoder.decode([RAGGED[0]], lookahead=lookahead, **options)[0].token_ids == expected
 
 
 def test_ends_of_every_kind_read_a_round_late(tapes):
