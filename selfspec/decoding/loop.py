@@ -97,7 +97,7 @@ def run_requests(
         stopwatch.start()
         plan = Plan(0) if drafter.max_drafted == 0 else lookahead.choose()
         rows.reserve(plan.width, rounds.lag)
-        in_flight.append((rounds(plan.after(num_undrafted), stopwatch), plan, decoding))
+        in_flight.append((rounds(plan.after(num_undrafted, rows.cache.num_slots), stopwatch), plan, decoding))
         num_undrafted = 0 if plan.num_drafted else num_undrafted + 1
         if len(in_flight) <= rounds.lag:
             continue

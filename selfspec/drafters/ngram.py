@@ -54,7 +54,8 @@ class NGram:
         last_B1 = rows.lengths_B[:, None]  # index of the pending token
         follows_BS = (slots_S >= 1) & (slots_S <= last_B1)  # slot s: the match ends at s−1, so s may be drafted
         start_B1 = torch.zeros_like(last_B1)  # where the copied continuation starts; 0: no match
-        for length in range(1, self.max_match + 1):  # grow the suffix: a longer match overwrites a shorter one
+        longest = min(self.max_match, tokens_BS.shape[1])
+        for length in range(1, longest + 1):  # grow the suffix: a longer match overwrites a shorter one
             wanted_B1 = tokens_BS.gather(1, (last_B1 - length + 1).clamp(min=0))
             earlier_BS = tokens_BS.roll(length, dims=1)  # slot s holds the token at s − length
             follows_BS = follows_BS & (earlier_BS == wanted_B1) & (slots_S >= length) & (last_B1 >= length)

@@ -27,10 +27,14 @@ class Plan:
         """Slots that the round writes behind a row's text, the pending token's included."""
         return self.num_drafted + 1 if self.tree is None else self.tree.num_slots
 
-    def after(self, num_undrafted: int) -> Plan:
-        """The same round after so many without a draft; rounded up, so that few shapes occur."""
-        behind = 1 << (num_undrafted - 1).bit_length() if num_undrafted else 0
-        return self if behind == self.behind else replace(self, behind=min(behind, MOST_BEHIND))
+    def after(self, num_undrafted: int, num_slots: int) -> Plan:
+        """The same round after so many without a draft; rounded up, so that few shapes occur. num_slots: of a row, and
+        no pass over what is missing, the token before it and the pending one may be longer.
+        """
+        if not num_undrafted or not self.num_drafted:
+            return self
+        behind = min(1 << (num_undrafted - 1).bit_length(), MOST_BEHIND, num_slots - 2)
+        return replace(self, behind=behind)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from selfspec import Decoder, Sampling, UserError, build_drafter, decode, wrap_target
-from selfspec.lookahead import Plan
+from selfspec.lookahead import Plan, build_lookahead
 from tiny_models import prompt_ids, tiny_llama, tiny_model
 
 DRAFTERS = ("none", "early_exit", "independent", "ngram")
@@ -83,6 +83,25 @@ def test_sampled_tokens_depend_on_seed_and_place_in_the_call_and_on_nothing_else
     others = [decoder.decode([prompt], seed=seed, **options)[0].token_ids for seed in (-1, 0, 4, 2**63, 2**64 + 4)]
     assert others[2] == first[0]
     assert len({tuple(token_ids) for token_ids in others[:4]}) == 4
+
+
+@pytest.mark.parametrize("lookahead", [Plan(3), build_lookahead({"kind": "tree", "branches": [2, 1]}).choose()])
+def test_a_draft_model_catches_up_with_all_it_has_missed(lookahead):
+    """Rounds without a draft, more of them than half of what a row holds; then a draft that is always right."""
+
+    class Late:
+        max_drafted, max_width = 4, lookahead.width
+
+        def __init__(self):
+            self.plans = [Plan(0)] * 70 + [lookahead] * 40
+
+        def choose(self):
+            return self.plans.pop(0)
+
+    equal = build_drafter("independent", target(), model=target())
+    (output,) = decode(target(), equal, [prompt_ids(3)], lookahead=Late(), max_new_tokens=110, ignore_eos=True)
+    drafts = [record for record in output.rounds if record.num_drafted]
+    assert len(drafts) > 5 and all(record.num_accepted == record.num_drafted for record in drafts)
 
 
 def test_a_draft_model_that_refuses_a_call_leaves_the_decoder_usable():

@@ -137,8 +137,10 @@ def test_the_bandit_plays_every_exit_with_every_length():
 
 
 def test_a_plan_after_rounds_without_a_draft_knows_what_is_missing():
-    assert Plan(3).after(0) is not None and Plan(3).after(0) == Plan(3)
-    assert [Plan(3).after(n).behind for n in (1, 2, 3, 4, 5, 300)] == [1, 2, 4, 4, 8, 256]
+    assert Plan(3).after(0, 512) == Plan(3)
+    assert [Plan(3).after(n, 512).behind for n in (1, 2, 3, 4, 5, 300)] == [1, 2, 4, 4, 8, 256]
+    assert [Plan(3).after(n, 128).behind for n in (64, 65)] == [64, 126], "no pass is longer than a row"
+    assert Plan(0).after(9, 512) == Plan(0), "nothing is missed where nothing is drafted"
 
 
 @pytest.mark.parametrize(
