@@ -121,13 +121,14 @@ class Rows:
         self.request_B[row].fill_(request)
         self.active_B[row].fill_(True)
         usable = self._kept[row][:-1] if reuse else []  # the last token was pending: committed, never run
+        reads_prompt = self.draft_state is not None and getattr(self.draft_state, "reads_prompt", True)
         if (reset := getattr(self.draft_state, "reset", None)) is not None:
-            # what a drafter carries from one token to the next is made anew, where the next one is another now too
-            usable = usable[: max(min(len(prompt) - 2, common_prefix(self._kept[row], prompt_ids) - 1), 0)]
             reset(row, prompt_ids, request)
+            if reads_prompt:  # what a drafter carries from one token to the next is made anew, where that differs, too
+                usable = usable[: max(min(len(prompt) - 2, common_prefix(self._kept[row], prompt_ids) - 1), 0)]
         self._ends[row] = self._end(len(prompt), max_new_tokens)
         kept = self.cache.place(row, prompt_ids[:-1], self._ends[row], usable)
-        if self.cache.between_rows and self.draft_state is not None:
+        if self.cache.between_rows and reads_prompt:
             kept = 0  # the drafter has not seen what other rows ran, so the whole prompt is run again
         self._lengths[row] = len(prompt) - 1
         self._kept[row] = list(prompt_ids)

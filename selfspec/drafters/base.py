@@ -67,8 +67,8 @@ class Drafter(Protocol):
     max_drafted: int | None  # the longest draft it can make; None: any
 
     def start(self, rows: Rows) -> None:
-        """Allocate what this drafter keeps for these rows (`rows.draft_state`; its `reset(row, prompt_ids,
-        request)`, if there is one, is called when a request comes in).
+        """Allocate what this drafter keeps for these rows (`rows.draft_state`). Its `reset(row, prompt_ids, request)`,
+        if it has one, is called when a request comes in; `reads_prompt = False` says that it keeps nothing of prompts.
         """
 
     def prefill(self, rows: Rows, seen: Seen) -> None:

@@ -16,7 +16,8 @@ and one host read. That read is why rounds with it are not captured as CUDA grap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,12 +52,26 @@ class Options:
 
 @dataclass
 class LastTokens:
-    """The target's states of each row's last verified token, and which token that was."""
+    """The target's states of each row's last verified token, and what was chosen from them."""
 
-    states_BLM: Tensor  # behind layers 0, 1, ..., L−1
-    positions_B: Tensor  # −1: a row that took no part
-    request_B: Tensor
-    num_rounds: int = 0  # seen since the run began
+    skipped: SkipSet = field(default_factory=SkipSet)
+    num_rounds: int = 0  # verified since a row began with no other one under way
+    states_BLM: Tensor | None = None  # behind layers 0, 1, ..., L−1
+    positions_B: Tensor | None = None  # −1: a row that took no part, or has another text since
+    begun: set[int] = field(default_factory=set)  # rows that a request came into and that have not drafted since
+    reads_prompt = False  # nothing of it is kept: what another row has run need not be run again
+
+    def reset(self, row: int, prompt_ids: Sequence[int], request: int) -> None:
+        self.begun.add(row)
+        if self.positions_B is not None:
+            self.positions_B[row].fill_(-1)
+
+    def begin(self, active: Sequence[bool]) -> None:
+        """A round begins. Where all of its rows are new the text so far counts for nothing."""
+        taking_part = {row for row, is_active in enumerate(active) if is_active}
+        if taking_part <= self.begun:
+            self.skipped, self.num_rounds = SkipSet(), 0
+        self.begun -= taking_part
 
 
 class Clasp:
@@ -85,11 +100,10 @@ class Clasp:
         # all layers' true states are read, so verification keeps nothing but layer 0's from the draft
         self._draft = LayerSkip(target, SkipSet(), d_vocab, draft_vocab, most_kept=1)
         self.feature_layers = tuple(range(1, target.num_layers + 1))
-        self._last: LastTokens | None = None
 
     @property
     def skipped(self) -> SkipSet:
-        """What the next draft leaves out, if nothing is chosen before it."""
+        """What the last draft left out."""
         return self._draft.skipped
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
@@ -97,9 +111,7 @@ class Clasp:
         return self._draft.draft_bytes(num_rows, capacity)[0], num_rows * per_row
 
     def start(self, rows: Rows) -> None:
-        rows.draft_state = None
-        self._last = None
-        self._draft.skip(SkipSet())
+        rows.draft_state = LastTokens()
 
     def prefill(self, rows: Rows, seen: Seen) -> None:
         """Nothing to do: the target's prefill has written every layer's keys and values."""
@@ -108,40 +120,44 @@ class Clasp:
         assert seen.features_BTF is not None
         at_B1 = seen.last_B[:, None]
         features_BF = seen.features_BTF.gather(1, at_B1[..., None].expand(-1, -1, seen.features_BTF.shape[-1]))[:, 0]
-        num_rounds = 0 if self._last is None else self._last.num_rounds
-        self._last = LastTokens(
-            features_BF.unflatten(-1, (self.target.num_layers, self.target.width)),
-            seen.positions_BT.gather(1, at_B1)[:, 0],
-            rows.request_B.clone(),
-            num_rounds + 1,
-        )
+        last = state_of(rows)
+        last.states_BLM = features_BF.unflatten(-1, (self.target.num_layers, self.target.width))
+        last.positions_B = seen.positions_BT.gather(1, at_B1)[:, 0]
+        last.num_rounds += 1
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        self._choose(rows, drafting.plan.width)
+        self._prepare(rows, drafting.plan.width)
         return self._draft.propose(rows, drafting)
 
     def propose_tree(self, rows: Rows, growing: Growing) -> Draft:
-        self._choose(rows, growing.plan.width)
+        self._prepare(rows, growing.plan.width)
         return self._draft.propose_tree(rows, growing)
 
-    def _choose(self, rows: Rows, width: int) -> None:
-        """A new set, where one is due, from the rows that are still where their last states are from."""
-        last = self._last
-        if last is None or (last.num_rounds - 1) % self.every:
-            return
-        same_B = (last.positions_B == rows.lengths_B - 1) & (last.request_B == rows.request_B)
-        chosen_N = (same_B & rows.active_B & (last.positions_B >= 0)).nonzero()[:, 0]  # a host read, as is the result
+    def _prepare(self, rows: Rows, width: int) -> None:
+        """The set of these rows' drafts; others may have drafted with another one since."""
+        last = state_of(rows)
+        if last.begun:
+            last.begin(rows.active_B.tolist())
+        if last.num_rounds and (last.num_rounds - 1) % self.every == 0:
+            self._choose(rows, last, width)
+        if self._draft.skipped != last.skipped:
+            self._draft.skip(last.skipped)
+
+    def _choose(self, rows: Rows, last: LastTokens, width: int) -> None:
+        """A new set, from the rows that are still where their last states are from."""
+        assert last.states_BLM is not None and last.positions_B is not None
+        chosen_N = (rows.active_B & (last.positions_B >= 0)).nonzero()[:, 0]  # a host read, as is the result
         if len(chosen_N) == 0:
             return
         inner = range(1, self.target.num_layers - 1)
         # a row with another text since then writes nothing: its slots of those numbers may hold that text
-        pass_ = siblings(rows, torch.where(same_B, last.positions_B, -1), width)
+        pass_ = siblings(rows, last.positions_B, width)
         states_LNM = last.states_BLM[chosen_N].transpose(0, 1)
         run = [self._branches(layer, pass_, chosen_N, width) for layer in inner]
         found = best_skips(run, [states_LNM[0], *states_LNM[1:-1]], [1] * len(inner), self.num_skipped)[-1]
         assert found is not None, "any so many layers can be skipped"
         layers = [inner[item] for item in found.items]
-        self._draft.skip(SkipSet.of(layers, layers))
+        last.skipped = SkipSet.of(layers, layers)
 
     def _branches(self, layer: int, pass_: Pass, chosen_N: Tensor, width: int) -> Item:
         def some(states_wNM: Tensor) -> Tensor:
@@ -151,6 +167,11 @@ class Clasp:
             return ran_BwM[chosen_N, : len(states_wNM)].transpose(0, 1)
 
         return lambda states_WNM: torch.cat([some(part) for part in states_WNM.split(width)])
+
+
+def state_of(rows: Rows) -> LastTokens:
+    assert isinstance(rows.draft_state, LastTokens), "start() was not called for these rows"
+    return rows.draft_state
 
 
 def siblings(rows: Rows, positions_B: Tensor, width: int) -> Pass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec import Sampling, UserError, build_drafter, decode, wrap_target
+from selfspec import Decoder, Sampling, UserError, build_drafter, decode, wrap_target
 from selfspec.decoding import graphs
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
@@ -54,6 +54,36 @@ def test_a_choice_leaves_a_prompt_that_has_just_come_in_alone():
     drafter = Clasp(TARGET, 2, every=1)
     outputs = decode(TARGET, drafter, prompts, max_new_tokens=counts, ignore_eos=True, max_batch_rows=2)
     assert [output.token_ids for output in outputs] == expected
+
+
+def told(outputs):
+    return [(output.token_ids, [record.num_accepted for record in output.rounds]) for output in outputs]
+
+
+def test_a_call_is_as_if_there_had_been_none_before_it():
+    """Under `rejection` tokens depend on the drafts: what earlier calls chose must not decide them."""
+    options = dict(max_new_tokens=20, ignore_eos=True, sampling=Sampling(temperature=1.0), seed=3)
+    decoder = Decoder(TARGET, Clasp(TARGET, 2, every=3), max_batch_rows=2)
+    first = told(decoder.decode(PROMPTS[1:], **options))
+    decoder.decode([prompt_ids(3)], max_new_tokens=31)
+    assert told(decoder.decode(PROMPTS[1:], **options)) == first
+
+
+def test_one_drafter_serves_decoders_of_different_sizes():
+    drafter, options = Clasp(TARGET, 2, every=2), dict(max_new_tokens=12, ignore_eos=True)
+    decoders = [Decoder(TARGET, drafter, rows) for rows in (3, 2)]
+    expected = [told(Decoder(TARGET, Clasp(TARGET, 2, every=2), rows).decode(PROMPTS, **options)) for rows in (3, 2)]
+    for _ in range(2):
+        assert [told(decoder.decode(PROMPTS, **options)) for decoder in decoders] == expected
+
+
+def test_rows_share_a_prompt_prefix_as_without_a_draft():
+    prompts = [prompt_ids(70, seed=1), [*prompt_ids(70, seed=1), 5, 6]]
+    options = dict(max_new_tokens=3, ignore_eos=True)
+    outputs = Decoder(TARGET, Clasp(TARGET, 2), cache="paged").decode(prompts, **options)
+    expected = Decoder(TARGET, None, cache="paged").decode(prompts, **options)
+    assert [output.num_reused_tokens for output in outputs] == [output.num_reused_tokens for output in expected]
+    assert outputs[1].num_reused_tokens >= 69
 
 
 def test_its_rounds_are_never_recorded(monkeypatch):
