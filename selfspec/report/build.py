@@ -93,12 +93,12 @@ def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Ite
             for file_format in ("pdf", "png"):
                 yield f"{name}.{file_format}", to_bytes(make(runs), file_format)
     if "trace" in wanted:
-        traced = [item.run for item in runs if (item.run.path / "traces.jsonl").exists()]
+        traced = [item for item in runs if (item.run.path / "traces.jsonl").exists()]
         if not traced and strict:
             raise UserError(
                 "no run holds traces.jsonl, so there is no trace page to make; measure with measure.trace=1 or more, "
                 "or drop format=trace."
             )
-        for run in traced:
-            name = run.path.resolve().name
-            yield f"trace-{name}.html", trace_page(read_traces(run.path / "traces.jsonl"), f"Trace of {name}")
+        for item in traced:
+            page = trace_page(read_traces(item.run.path / "traces.jsonl"), f"Trace of {item.name}")
+            yield f"trace-{item.name.replace('/', '_')}.html", page

@@ -12,23 +12,57 @@ from selfspec.report.checks import machine
 from selfspec.report.runs import Measured
 
 MOST_NAMED = 16  # lookaheads in a caption; more are a grid, and their labels say what they are
+FEW_PROMPTS = 12
 VERSIONS = ("selfspec", "torch", "transformers", "cuda")
 
 
 def caption(runs: Sequence[Measured]) -> str:
     """One paragraph; facts that all runs share are said once."""
-    facts = [[fact for fact in _facts(item) if fact] for item in runs]
+    apart = differences([item.run.config for item in runs])
+    facts = [[fact for fact in [*_facts(item), *own] if fact] for item, own in zip(runs, apart, strict=True)]
     shared = [fact for fact in facts[0] if all(fact in other for other in facts)]
-    noisy = [item.run.path.resolve().name for item in runs if (check := item.summary["noise_check"]) and check["noisy"]]
+    noisy = [item.name for item in runs if (check := item.summary["noise_check"]) and check["noisy"]]
     sentences = [f"NOISY ({', '.join(noisy)}): AR measured twice differs from itself, see below"] if noisy else []
     sentences += ["; ".join(shared)] if shared else []
     for item, own in zip(runs, facts, strict=True):
         different = [fact for fact in own if fact not in shared]
         if different:
-            sentences.append(f"{item.run.path.resolve().name}: " + "; ".join(different))
+            sentences.append(f"{item.name}: " + "; ".join(different))
     hashes = ", ".join(item.run.config_hash for item in runs)
     sentences.append(f"{'Config' if len(runs) == 1 else 'Configs'} {hashes}")
     return ". ".join(sentences) + "."
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Per run: settings that change what is measured, are not the same in all runs, and that no fact above tells.
+
+    An option of a drafter counts where several runs have the drafter; that only one has it, the rows show.
+    """
+    settings = [_settings(config) for config in configs]
+    differing = []
+    for key in dict.fromkeys(key for one in settings for key in one):
+        drafter = key[:2] if key[0] == "drafters" else ()
+        having = [one for one in settings if not drafter or any(other[:2] == drafter for other in one)]
+        if len({repr(one.get(key)) for one in having}) > 1:
+            differing.append(key)
+    shown = [[f"{'.'.join(key)} {one[key]}" for key in differing if one.get(key) is not None] for one in settings]
+    return [
+        [*one[:MOST_NAMED], *([f"{len(one) - MOST_NAMED} more that differ, see config.yaml"] * (len(one) > MOST_NAMED))]
+        for one in shown
+    ]
+
+
+def _settings(config: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """The resolved config's prompts, seed and options of drafters, by path; a lookahead is told by `_lookahead`."""
+    found: dict[tuple[str, ...], Any] = {(name,): config[name] for name in ("seed", "ignore_eos") if name in config}
+    prompts, drafters = config.get("prompts"), config.get("drafters")
+    if isinstance(prompts, Mapping):
+        found |= {("prompts", str(name)): value for name, value in prompts.items()}
+    for label, options in drafters.items() if isinstance(drafters, Mapping) else ():
+        if isinstance(options, Mapping):
+            own = {name: value for name, value in options.items() if name not in ("lookahead", "label")}
+            found |= {("drafters", str(label), str(name)): value for name, value in own.items()}
+    return found
 
 
 def estimator_notes(runs: Sequence[Measured]) -> list[str]:
@@ -39,6 +73,12 @@ def estimator_notes(runs: Sequence[Measured]) -> list[str]:
         f"{interval['confidence']:.0%} bootstrap interval over prompts; tokens/s: all tokens over all seconds; "
         "τ: al_pooled; α: mean of Σ min(p, q)."
     ]
+    fewest = min(item.summary["num_prompts"] for item in runs)
+    if 1 < fewest < FEW_PROMPTS:
+        notes.append(
+            f"FEW PROMPTS ({fewest}): bootstrap intervals are too narrow for so few (at 6 prompts they hold the truth "
+            "86% of the time); go by the test, and measure more."
+        )
     detectable = [
         stats["minimum_detectable_speedup"]
         for item in runs
@@ -51,12 +91,19 @@ def estimator_notes(runs: Sequence[Measured]) -> list[str]:
         for name, stats in item.summary["methods"].items():
             if stats["num_prompts"] < item.summary["num_prompts"]:
                 done = f"{stats['num_prompts']} of {item.summary['num_prompts']} prompts"
-                notes.append(f"INCOMPLETE: {name} decoded {done} of {item.run.path.resolve().name}.")
+                notes.append(f"INCOMPLETE: {name} decoded {done} of {item.name}.")
+    return notes + noise_notes(runs)
+
+
+def noise_notes(runs: Sequence[Measured]) -> list[str]:
+    """AR against itself, run by run: what a caption that says NOISY refers to."""
+    notes = []
+    for item in runs:
         noise = item.summary["noise_check"]
         if noise:
             ratio, low, high = (noise[f"speedup_paired_geomean{end}"] for end in ("", "_low", "_high"))
             verdict = "; NOISY: the machine was not quiet, measure again" if noise["noisy"] else ""
-            run = f" in {item.run.path.resolve().name}" if len(runs) > 1 else ""
+            run = f" in {item.name}" if len(runs) > 1 else ""
             notes.append(f"AR against AR{run}: {ratio:.3f} [{low:.3f}, {high:.3f}]{verdict}.")
     return notes
 

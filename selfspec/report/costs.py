@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from selfspec.errors import UserError
-from selfspec.report.caption import caption
+from selfspec.report.caption import caption, noise_notes
 from selfspec.report.runs import Measured
-from selfspec.report.tables import DASH, Block, Table, method_name
+from selfspec.report.tables import DASH, Block, Table, mark_notes, method_name
 
 HEADER = [
     "method",
@@ -55,6 +55,8 @@ def cost_table(runs: Sequence[Measured]) -> Table:
         "S simple: AR's ms/token over (draft + verify + other ms) / committed token. S model: τ / (K c pred + 1): "
         "verification as one AR step. Break-even α: the constant chance of acceptance at which this K costs what it "
         "brings.",
+        *noise_notes(runs),
+        *mark_notes(" ".join(row[0] for block in blocks for row in block.rows)),
         f"{DASH} not measured, no model of it, or no α at which it would pay.",
     ]
     return Table("costs", HEADER, blocks, caption(runs), notes)

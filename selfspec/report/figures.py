@@ -41,9 +41,9 @@ Make = Callable[[Sequence[Measured]], Figure]
 def all_figures(runs: Sequence[Measured]) -> dict[str, Make]:
     """The figures that these runs can fill, by file stem."""
     can_fill: dict[str, tuple[Make, object]] = {
-        "speedup": (speedup_figure, _methods(runs, with_baseline=False)),
+        "speedup": (speedup_figure, _faster_or_slower(runs)),
         "acceptance": (acceptance_figure, _accepting(runs)),
-        "time": (time_figure, True),
+        "time": (time_figure, any(item.timed for item in runs)),
         "lookahead": (lookahead_figure, lookahead_groups(runs)),
         "exit_layers": (exit_layer_figure, exit_cells(runs)),
         "predicted": (predicted_figure, has_predictions(runs)),
@@ -52,10 +52,10 @@ def all_figures(runs: Sequence[Measured]) -> dict[str, Make]:
 
 
 def speedup_figure(runs: Sequence[Measured]) -> Figure:
-    """Paired speedup over AR, one row per method; a hollow point is lossy or synthetic."""
-    rows = [(label, stats) for label, stats in _methods(runs, False) if stats["speedup_paired_geomean"] is not None]
+    """Paired speedup over AR, one row per method; a hollow point bears a mark: lossy, synthetic, or not AR's tokens."""
+    rows = _faster_or_slower(runs)
     if not rows:
-        raise UserError("only the baseline was measured, so there is no speedup to draw; leave this figure out.")
+        raise UserError("only the baseline was measured, or no time; there is no speedup to draw: leave it out.")
     figure, axes = canvas(height_in=0.9 + 0.28 * len(rows))
     with style.context(["default", STYLE]):
         axes.axvline(1.0, color="0.4", linewidth=0.8)
@@ -65,7 +65,7 @@ def speedup_figure(runs: Sequence[Measured]) -> Figure:
                 axes.plot([low, high], [place, place], color="black", linewidth=1.2, solid_capstyle="butt")
                 for end in (low, high):
                     axes.plot([end, end], [place - 0.15, place + 0.15], color="black", linewidth=1.2)
-            hollow = stats["lossy"] or stats["synthetic"]
+            hollow = method_name("", stats) != ""
             axes.plot(ratio, place, "o", color="black", markerfacecolor="white" if hollow else "black", markersize=5)
         name_rows(axes, [label for label, _ in rows])
         axes.set_xlabel("speedup over AR (paired geometric mean, 95% interval over prompts)")
@@ -103,7 +103,7 @@ def acceptance_figure(runs: Sequence[Measured]) -> Figure:
 
 def time_figure(runs: Sequence[Measured]) -> Figure:
     """Milliseconds per emitted token, split by phase."""
-    rows = _methods(runs)
+    rows = _methods([item for item in runs if item.timed])
     figure, axes = canvas(height_in=1.2 + 0.28 * len(rows))
     with style.context(["default", STYLE]):
         left = [0.0] * len(rows)
@@ -141,6 +141,11 @@ def _accepting(runs: Sequence[Measured]) -> Methods:
         methods = [pair for pair in item.summary["methods"].items() if pair[0] not in hidden]
         rows += [(_label(name, stats, item, runs), stats) for name, stats in methods if stats["conditional_acceptance"]]
     return rows
+
+
+def _faster_or_slower(runs: Sequence[Measured]) -> Methods:
+    """What the speedup figure shows."""
+    return [(label, stats) for label, stats in _methods(runs, False) if stats["speedup_paired_geomean"] is not None]
 
 
 def _methods(runs: Sequence[Measured], with_baseline: bool = True) -> Methods:

@@ -26,8 +26,8 @@ Cells = dict[tuple[int, int], float]  # (exit layer, K) -> speedup
 
 
 def lookahead_groups(runs: Sequence[Measured]) -> list[Group]:
-    """Drafters with several fixed K."""
-    return [group for item in runs for group in groups_of(item) if len(group.by_k) > 1]
+    """Drafters with several fixed K, of runs whose times count."""
+    return [group for item in runs if item.timed for group in groups_of(item) if len(group.by_k) > 1]
 
 
 def lookahead_figure(runs: Sequence[Measured]) -> Figure:

@@ -20,7 +20,7 @@ def headline(run: Measured, command: str, folder: str) -> str:
     print_table(comparison_table([run]), Console(file=out, width=PIPE_WIDTH, highlight=False, no_color=True))
     table = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
     return (
-        f"`make paper` wrote this from the run `{run.run.path.resolve().name}`, that is `{command}`; all tables and "
+        f"`make paper` wrote this from the run `{run.name}`, that is `{command}`; all tables and "
         f"figures of the study are in [{folder}]({folder}):\n\n```\n{table}\n```"
     )
 

@@ -58,8 +58,9 @@ class Group:
 
     @property
     def marks(self) -> str:
-        """† where the rule is lossy, ‡ where acceptance was scripted; "" for most."""
-        return method_name("", {what: any(one.stats[what] for one in self.methods) for what in ("lossy", "synthetic")})
+        """Those of all its methods (`tables.method_name`); "" for most."""
+        found = "".join(method_name("", one.stats) for one in self.methods)
+        return "".join(dict.fromkeys(found))
 
     @property
     def best_fixed(self) -> Looked | None:

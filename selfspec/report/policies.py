@@ -20,7 +20,7 @@ from selfspec.report.lookaheads import Group, Looked, groups_of
 from selfspec.report.oracle import decode_rate, oracle_tokens_per_s, round_costs_s
 from selfspec.report.runs import Measured
 from selfspec.report.speedup import speedups
-from selfspec.report.tables import DASH, MARKS, Block, Table, method_name, speedup_cell
+from selfspec.report.tables import DASH, Block, Table, mark_notes, method_name, speedup_cell
 
 HEADER = ["policy", "tokens/s", "speedup vs AR", "τ", "share of\noracle", "vs best fixed K"]
 ORACLE = (
@@ -44,20 +44,21 @@ class Reached:
 
 
 def reached(item: Measured) -> list[Reached]:
-    """Every method with a drafter, drafter by drafter."""
-    return [row for group in groups_of(item) for row in _rows_of(group)]
+    """Every method with a drafter, drafter by drafter; none of a run whose times do not count."""
+    return [row for group in groups_of(item) for row in _rows_of(group)] if item.timed else []
 
 
 def has_policies(runs: Sequence[Measured]) -> bool:
-    """Whether there is a drafter with two lookaheads to compare."""
-    return any(len(group.methods) > 1 for item in runs for group in groups_of(item))
+    """Whether there is a drafter with two lookaheads to compare, by times that count."""
+    return any(len(group.methods) > 1 for item in runs if item.timed for group in groups_of(item))
 
 
 def policy_table(runs: Sequence[Measured]) -> Table:
     """Raises UserError unless some drafter was measured with several lookaheads."""
     if not has_policies(runs):
         raise UserError(
-            "these runs compare no lookaheads: each drafter has one. Measure experiment=smollm2_policies, or a grid."
+            "these runs compare no lookaheads: each drafter has one, or was untimed (measure.timed=false). Measure "
+            "experiment=smollm2_policies, or a grid."
         )
     blocks = []
     for item in runs:
@@ -71,7 +72,7 @@ def policy_table(runs: Sequence[Measured]) -> Table:
         "vs best fixed K: paired geometric mean of its seconds per token over the method's, with the interval over "
         "prompts; the K marked best is the best on these prompts, in hindsight."
     )
-    notes += [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in cells]
+    notes += mark_notes(cells)
     notes.append(f"{DASH} not measured, or no bound.")
     return Table("policies", HEADER, blocks, caption(runs), notes)
 
@@ -91,7 +92,7 @@ def _lines(item: Measured) -> Iterator[dict[str, Any]]:
         ratio, low, high = row.versus_fixed or (None, None, None)
         stats = row.method.stats
         line = {
-            "run": item.run.path.resolve().name,
+            "run": item.name,
             "config_hash": item.run.config_hash,
             "drafter": row.group.name,
             "method": row.method.label,

@@ -11,25 +11,34 @@ from typing import Any
 from selfspec.errors import UserError
 from selfspec.records import Run, read_run
 from selfspec.report.checks import check_together
-from selfspec.report.statistics import BASELINE, summarise
+from selfspec.report.statistics import BASELINE, summarise, without_times
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A run with its summary, recomputed from the records, so that a table never repeats a stale number."""
+    """A run with its summary, recomputed from the records, so that a table never repeats a stale number.
+
+    name: what a table calls it, its folder's name and as much of the path before as sets it apart from the other runs.
+    """
 
     run: Run
     summary: dict[str, Any]
+    name: str
+
+    @property
+    def timed(self) -> bool:
+        """Whether its times count; if not, its summary holds none."""
+        return is_timed(self.run)
 
     @property
     def label(self) -> str:
-        """How the run is named in a table: its folder, and what a reader must know about it."""
+        """How the run is named in a table, and what a reader must know about it."""
         noise = self.summary["noise_check"]
         marks = [] if self.run.finished else ["unfinished"]
         marks += ["tuning prompts"] if self.run.only_tuning else []
         marks += ["noisy"] if noise and noise["noisy"] else []
-        marks += ["untimed"] if (self.run.config.get("measure") or {}).get("timed") is False else []
-        return self.run.path.resolve().name + (f" ({', '.join(marks)})" if marks else "")
+        marks += [] if self.timed else ["untimed"]
+        return self.name + (f" ({', '.join(marks)})" if marks else "")
 
 
 def load_runs(
@@ -51,11 +60,25 @@ def load_runs(
             f"{tuning[0]} was measured on prompts for choosing settings; what was chosen on them reads too high. "
             "Report from others (prompts.split=report), compare settings with format=sweep, or pass allow_tuning=true."
         )
-    return [measured(run) for run in runs]
+    names = apart([run.path.resolve() for run in runs])
+    return [measured(run, name) for run, name in zip(runs, names, strict=True)]
 
 
-def measured(run: Run) -> Measured:
-    """Checks every record of one run and computes its summary."""
+def is_timed(run: Run) -> bool:
+    return (run.config.get("measure") or {}).get("timed") is not False
+
+
+def apart(paths: Sequence[Path]) -> list[str]:
+    """The end of each path: its last part, with as many before it as it takes for all to differ."""
+    for depth in range(1, max((len(path.parts) for path in paths), default=1)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def measured(run: Run, name: str | None = None) -> Measured:
+    """Checks every record of one run and computes its summary; `name` as in `Measured`."""
     if not run.prompts:
         raise UserError(f"{run.path} holds no results yet; resume it first.")
     methods = sorted({record.method for record in run.prompts})
@@ -64,7 +87,8 @@ def measured(run: Run) -> Measured:
             f"{run.path} has no {BASELINE!r} results to compare with (it has: {', '.join(methods)}); "
             "measure the baseline in the same run."
         )
-    return Measured(run, summarise(run.prompts, run=str(run.path), references=run.references, score=run.score))
+    summary = summarise(run.prompts, run=str(run.path), references=run.references, score=run.score)
+    return Measured(run, summary if is_timed(run) else without_times(summary), name or run.path.resolve().name)
 
 
 def find_run_dirs(specs: str | Path | Sequence[str | Path]) -> list[Path]:

@@ -18,6 +18,7 @@ median seconds per token. Speedups use only prompts and repeats that both method
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import fmean
@@ -53,6 +54,7 @@ from selfspec.report.speedup import speedups
 
 BASELINE = "ar"
 BASELINE_AGAIN = "ar_again"  # the baseline measured once more, as the noise check
+TIME = re.compile(r"_s$|_s_per_token$|_share$|speedup|p_value")  # names of statistics that come from clocks
 Stats = dict[str, Any]
 
 
@@ -76,23 +78,41 @@ def summarise(
     for record in records:
         check_record(record, run)
     check_equality(records, baseline, run)
-    groups = {"": [record for record in records if record.method != BASELINE_AGAIN]}
-    for record in groups[""]:
-        groups.setdefault(record.category, []).append(record)
-    tables = {name: _methods(group, baseline, seed, resamples) for name, group in groups.items()}
-    for name, group in groups.items():
-        for method, stats in tables[name].items():
+
+    def table(group: Records) -> dict[str, Stats]:
+        methods = _methods(group, baseline, seed, resamples)
+        for method, stats in methods.items():
             own, theirs = ([r for r in group if r.method == which] for which in (method, baseline))
             stats.update(quality(own, theirs, references or {}, score))
+        return methods
+
+    shown = [record for record in records if record.method != BASELINE_AGAIN]
+    categories = sorted({record.category for record in shown})
     return {
         "baseline": baseline,
         "num_prompts": len({record.prompt_id for record in records}),
         "num_repeats": len({record.repeat for record in records}),
         "interval": {"confidence": CONFIDENCE, "resamples": resamples, "seed": seed, "clustered_by": "prompt"},
         "noise_check": noise_check(records, baseline, seed, resamples),
-        "methods": tables[""],
-        "categories": {name: tables[name] for name in sorted(tables) if name},
+        "methods": table(shown),
+        "categories": {name: table([r for r in shown if r.category == name]) for name in categories},
     }
+
+
+def without_times(summary: Stats) -> Stats:
+    """The summary of a run whose clocks mean nothing (`measure.timed=false`): acceptance and equality, no times.
+
+    Taken out here, where every table, figure and search begins, so that none of them can show one by mistake.
+    """
+
+    def kept(methods: Mapping[str, Stats]) -> dict[str, Stats]:
+        return {
+            method: {name: None if TIME.search(name) else value for name, value in stats.items()}
+            for method, stats in methods.items()
+        }
+
+    categories = {name: kept(methods) for name, methods in summary["categories"].items()}
+    return {**summary, "noise_check": None, "methods": kept(summary["methods"]), "categories": categories}
 
 
 def noise_check(records: Records, baseline: str = BASELINE, seed: int = 0, resamples: int = RESAMPLES) -> Stats | None:

@@ -19,35 +19,53 @@ import numpy as np
 
 from selfspec.errors import UserError
 from selfspec.records import PromptRecord
-from selfspec.report.caption import caption
+from selfspec.report.caption import caption, noise_notes
 from selfspec.report.intervals import CONFIDENCE, RESAMPLES, Floats, holm, resample_counts, sign_flip_p_value
 from selfspec.report.runs import Measured
 from selfspec.report.speedup import log_ratios, paired_times
 from selfspec.report.statistics import BASELINE, BASELINE_AGAIN
-from selfspec.report.tables import Block, Table
+from selfspec.report.tables import Block, Table, mark_notes, method_name
 
 NOT_CANDIDATES = (BASELINE, BASELINE_AGAIN, "hf_generate")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting: a method of a run. low, high: its part of the simultaneous band."""
+    """One setting: a method of a run. low, high: its part of the simultaneous band; marks: those of its method."""
 
     name: str
     speedup: float
     low: float
     high: float
     p_holm: float
+    marks: str = ""
+
+    @property
+    def pays(self) -> bool:
+        """Band and test together: with a handful of prompts a band is too narrow, and the test knows."""
+        return self.low > 1 and self.p_holm < 0.05
 
 
 def candidates(runs: Sequence[Measured], seed: int = 0, resamples: int = RESAMPLES) -> list[Candidate]:
-    """Every drafter of every run, fastest first. Raises UserError unless they share two prompts or more."""
+    """Every drafter of every run, fastest first.
+
+    Raises UserError unless they share two prompts or more, and for a run whose times do not count.
+    """
+    if untimed := [item.name for item in runs if not item.timed]:
+        raise UserError(
+            f"{untimed[0]} was measured with measure.timed=false: its times mean nothing, so no setting of it is the "
+            "fastest. Measure it timed, on a quiet machine, or leave it out; format=console shows its acceptance."
+        )
+    hashes = [item.run.config_hash for item in runs]
     logs: dict[str, dict[str, float]] = {}
+    marks: dict[str, str] = {}
     for item in runs:
-        methods = [name for name in item.summary["methods"] if name not in NOT_CANDIDATES]
-        for method in methods:
-            name = method if len(runs) == 1 else f"{method} ({item.run.config_hash})"
-            logs[name] = _log_ratio_by_prompt(item.run.prompts, method)
+        tag = item.run.config_hash if hashes.count(item.run.config_hash) == 1 else item.name
+        for method, stats in item.summary["methods"].items():
+            if method not in NOT_CANDIDATES:
+                name = method if len(runs) == 1 else f"{method} ({tag})"
+                logs[name] = _log_ratio_by_prompt(item.run.prompts, method)
+                marks[name] = method_name("", stats)
     shared = sorted(set.intersection(*(set(found) for found in logs.values()))) if logs else []
     if len(shared) < 2:
         raise UserError("there is nothing to choose from: the drafters of these runs share fewer than two prompts.")
@@ -55,7 +73,9 @@ def candidates(runs: Sequence[Measured], seed: int = 0, resamples: int = RESAMPL
     low_M, high_M = simultaneous_band(logs_PM, seed, resamples)
     p_holm = holm({name: sign_flip_p_value(logs_PM[:, m], seed, resamples) for m, name in enumerate(logs)})
     found = [
-        Candidate(name, math.exp(logs_PM[:, m].mean()), math.exp(low_M[m]), math.exp(high_M[m]), p_holm[name])
+        Candidate(
+            name, math.exp(logs_PM[:, m].mean()), math.exp(low_M[m]), math.exp(high_M[m]), p_holm[name], marks[name]
+        )
         for m, name in enumerate(logs)
     ]
     return sorted(found, key=lambda one: -one.speedup)
@@ -76,14 +96,20 @@ def simultaneous_band(
 def sweep_table(runs: Sequence[Measured]) -> Table:
     """One row per setting, fastest first."""
     found = candidates(runs)
-    rows = [[one.name, f"{one.speedup:.3f}", f"[{one.low:.3f}, {one.high:.3f}]", f"{one.p_holm:.3f}"] for one in found]
+    rows = [
+        [one.name + one.marks, f"{one.speedup:.3f}", f"[{one.low:.3f}, {one.high:.3f}]", f"{one.p_holm:.3f}"]
+        for one in found
+    ]
     best = found[0]
-    pays = "pays" if best.low > 1 else "does not clearly pay"
+    pays = "pays" if best.pays else "does not clearly pay"
     notes = [
-        f"Best: {best.name}, which {pays} (its band of {best.low:.3f} to {best.high:.3f} against 1).",
+        f"Best: {best.name}{best.marks}, which {pays} (its band of {best.low:.3f} to {best.high:.3f} against 1, and "
+        f"p = {best.p_holm:.3f}).",
         f"Band: {CONFIDENCE:.0%} for all {len(found)} settings together (max-t bootstrap over prompts); p: paired test "
         "against no draft, Holm's correction over the settings.",
         "The best was chosen for being high on these prompts: report it from others (prompts.split=report).",
+        *noise_notes(runs),
+        *mark_notes(" ".join(row[0] for row in rows)),
     ]
     return Table("sweep", ["setting", "speedup vs AR", "band", "p"], [Block("settings", rows)], caption(runs), notes)
 

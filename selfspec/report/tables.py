@@ -1,7 +1,8 @@
 """The tables of a paper, as data: which rows, which cells, which marks. `render` writes them in each format.
 
 A cell that was not measured shows a dash, never a zero. Marks on a method: † lossy (its rule does not keep the
-target's distribution), ‡ synthetic (scripted acceptance); on a speedup: * differs from 1 at 5% after Holm's correction.
+target's distribution), ‡ synthetic (scripted acceptance), ! not the target's tokens; on a speedup: * differs from 1 at
+5% after Holm's correction.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def to_csv(runs: Sequence[Measured]) -> str:
     """Every statistic of every method, overall and per category, in full precision and traceable to its run."""
     rows = []
     for item in runs:
-        head = {"run": item.run.path.resolve().name, "config_hash": item.run.config_hash, "finished": item.run.finished}
-        scopes = {"overall": item.summary["methods"], **item.summary["categories"]}
-        for category, methods in scopes.items():
+        head = {"run": item.name, "config_hash": item.run.config_hash, "finished": item.run.finished}
+        scopes = [("overall", item.summary["methods"]), *item.summary["categories"].items()]
+        for category, methods in scopes:  # a list: prompts may have a category that is called "overall"
             for name, stats in methods.items():
                 rows.append({**head, "category": category, "method": name, **_flat(stats)})
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -117,7 +118,7 @@ def to_csv(runs: Sequence[Measured]) -> str:
 
 def _table(name: str, header: list[str], blocks: list[Block], runs: Sequence[Measured]) -> Table:
     cells = " ".join(cell for block in blocks for row in block.rows for cell in row)
-    notes = estimator_notes(runs) + [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in cells]
+    notes = estimator_notes(runs) + mark_notes(cells)
     if any(_methods_with(item, "reference_score") for item in runs):
         names = sorted({str(item.run.score) for item in runs if item.run.score})
         notes.append(f"score: {', '.join(names)} of the answers against the prompt set's references.")
@@ -128,24 +129,30 @@ def _table(name: str, header: list[str], blocks: list[Block], runs: Sequence[Mea
 
 def _comparison_row(name: str, stats: Mapping[str, Any], item: Measured) -> list[str]:
     is_baseline = name == item.summary["baseline"]
-    timed = (item.run.config.get("measure") or {}).get("timed") is not False
-    shares: list[Any] = [stats[f"{phase}_share"] if timed else None for phase in ("draft", "verify", "other")]
+    shares: list[Any] = [stats[f"{phase}_share"] for phase in ("draft", "verify", "other")]
     peak_bytes = stats["peak_device_bytes"] if stats["peak_device_bytes"] is not None else stats["peak_host_bytes"]
     return [
         method_name(name, stats),
-        _number(stats["tokens_per_s"], 1) if timed else DASH,
-        speedup_cell(stats, is_baseline) if timed else DASH,
+        _number(stats["tokens_per_s"], 1),
+        speedup_cell(stats, is_baseline),
         _number(stats["al_pooled"], 2),
         _number(stats["alpha"], 2),
         DASH if None in shares else "/".join(_percentages(shares)),
-        _number(stats["ttft_median_s"] * 1000, 0) if timed else DASH,
+        DASH if stats["ttft_median_s"] is None else _number(stats["ttft_median_s"] * 1000, 0),
         DASH if peak_bytes is None else _number(peak_bytes / 1e9, 2),
         DASH if is_baseline else _equality(stats["equality"]),
     ]
 
 
+def mark_notes(cells: str) -> list[str]:
+    """What the marks in these cells mean."""
+    return [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in cells]
+
+
 def method_name(name: str, stats: Mapping[str, Any]) -> str:
-    return name + ("†" if stats["lossy"] else "") + ("‡" if stats["synthetic"] else "")
+    """The method with the marks that its numbers must not be read without."""
+    differs = bool(stats["equality"]) and stats["equality"]["mismatch"] > 0
+    return name + "†" * bool(stats["lossy"]) + "‡" * bool(stats["synthetic"]) + "!" * differs
 
 
 def speedup_cell(stats: Mapping[str, Any], is_baseline: bool = False) -> str:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from selfspec.errors import UserError
-from selfspec.report.caption import caption
+from selfspec.report.caption import caption, noise_notes
 from selfspec.report.intervals import CONFIDENCE
 from selfspec.report.runs import Measured
 from selfspec.report.statistics import BASELINE
 from selfspec.report.sweep import Candidate, candidates
-from selfspec.report.tables import DASH, MARKS, Block, Table, method_name
+from selfspec.report.tables import DASH, Block, Table, mark_notes, method_name
 
 HEADER = ["candidate", "predicted\ntokens/s", "measured\ntokens/s", "error", "speedup", "speedup,\nother prompts", ""]
 
@@ -136,8 +136,8 @@ def tuning_table(result: Tuned, run: Measured, confirmed: Measured, num_predicte
         f"{DASH} not measured there, or not predicted but known.",
     ]
     cells = " ".join(row[0] for row in rows)
-    notes += [f"{mark} {meaning}." for mark, meaning in MARKS.items() if mark in "†‡" and mark in cells]
-    return Table("tune", HEADER, [Block(run.run.path.resolve().name, rows)], caption([confirmed]), notes)
+    notes += [*noise_notes([confirmed]), *mark_notes(cells)]
+    return Table("tune", HEADER, [Block(run.name, rows)], caption([confirmed]), notes)
 
 
 def verdict(result: Tuned) -> str:
@@ -145,8 +145,7 @@ def verdict(result: Tuned) -> str:
     row = next(row for row in result.rows if row.chosen)
     if row.confirmed is None:
         return "Chosen: no draft; none was faster than AR on the tuning prompts."
-    low, high = row.confirmed.low, row.confirmed.high
-    pays = "pays" if low > 1 else "does not pay" if high < 1 else "does not clearly pay"
+    pays = "pays" if row.confirmed.pays else "does not pay" if row.confirmed.high < 1 else "does not clearly pay"
     return f"Chosen: {row.label}, which {pays} on other prompts: {_speedup(row.confirmed)} times AR."
 
 

@@ -38,7 +38,7 @@ def printed(table, width=100, encoding="utf-8"):
 
 
 def row_of(table, method):
-    return next(row for block in table.blocks for row in block.rows if row[0].rstrip("†‡") == method)
+    return next(row for block in table.blocks for row in block.rows if row[0].rstrip("†‡!") == method)
 
 
 def test_cells_are_the_summary_and_not_something_else(runs):
@@ -88,7 +88,7 @@ def test_equality_cell_counts_near_ties_and_mismatches_apart(load_one_at):
         made_record("p3", "draft", [3], 2, token_ids=tokens, equals_ar=False, divergence_class="mismatch"),
     ]
     table = comparison_table([load_one_at(records)])
-    assert row_of(table, "draft")[-1] == "1/4 (1~ 2!)"
+    assert row_of(table, "draft")[0] == "draft!" and row_of(table, "draft")[-1] == "1/4 (1~ 2!)"
     assert {note[0] for note in table.notes} >= {"~", "!"}
 
 
