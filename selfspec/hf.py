@@ -86,6 +86,8 @@ def hf_generate(
     (its padding slots hold anything). Raises UserError, naming it, for whatever cannot be honoured.
     """
     taken = _taken_by_generate()
+    if not len(input_ids):
+        raise UserError("input_ids has no rows: there is no prompt to go on from. Give at least one.")
     _refuse(generation_config, model_kwargs, taken, num_rows=len(input_ids))
     pads = _left_padding(input_ids, model_kwargs)
     criteria = StoppingCriteriaList(stopping_criteria)
@@ -103,6 +105,8 @@ def hf_generate(
     if drafts_trees(policy):
         raise UserError("Inside `generate` drafts are chains. Use selfspec.decode for trees, or another lookahead.")
     requests = _requests(target, input_ids, pads, generation_config, criteria)
+    if isinstance(seed, bool) or not isinstance(seed, int | None):
+        raise UserError(f"seed={seed!r} is not possible: allowed is a whole number, or None.")
     if seed is None:
         seed = 0 if sampling.greedy else int(torch.randint(2**62, ()))
     padding = [input_ids[row, :pad] for row, pad in enumerate(pads)]

@@ -262,6 +262,7 @@ REFUSALS = {
     "positions": lambda: dict(max_new_tokens=300),
     "acceptance='maybe'": lambda: dict(acceptance="maybe"),
     "num_drafted=0": lambda: dict(lookahead=0),
+    "seed=1.5": lambda: dict(seed=1.5),
     "No drafter named 'earlyexit'": lambda: dict(drafter="earlyexit"),
     "exit_layer=9": lambda: dict(drafter={"kind": "early_exit", "exit_layer": 9}),
     "drafter is a LlamaForCausalLM": lambda: dict(drafter=tiny_llama()),

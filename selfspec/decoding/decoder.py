@@ -23,6 +23,7 @@ from selfspec.decoding.requests import (
     Request,
     arrival_times,
     check_length,
+    check_prompts,
     encode_prompt,
     token_counts,
 )
@@ -64,6 +65,9 @@ class Decoder:
     ) -> None:
         if isinstance(max_batch_rows, bool) or not isinstance(max_batch_rows, int) or max_batch_rows < 1:
             raise UserError(f"max_batch_rows={max_batch_rows!r} is not possible: allowed is 1 or more.")
+        for name, value in (("capacity", capacity), ("memory_limit_bytes", memory_limit_bytes)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise UserError(f"{name}={value!r} is not possible: allowed is a whole number, 0 or more.")
         self.target = target
         self.drafter: Drafter = check_drafter(target, drafter)
         self.max_batch_rows = max_batch_rows
@@ -104,8 +108,7 @@ class Decoder:
             raise UserError(f"sampling={sampling!r} is not possible: give selfspec.Sampling(temperature=...) or None.")
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise UserError(f"seed={seed!r} is not possible: allowed is a whole number.")
-        if isinstance(prompts, str):
-            raise UserError("prompts is a list of prompts; given: one text. Write [text].")
+        check_prompts(prompts)
         counts = token_counts(max_new_tokens, len(prompts))
         arrivals = arrival_times(arrivals_s, len(prompts))
         if target.ranks > 1 and any(arrivals):
@@ -169,6 +172,7 @@ class Decoder:
 
         Raises UserError as `decode` would, except for what does not fit: ask `allocated_bytes`.
         """
+        check_prompts(prompts)
         counts = token_counts(max_new_tokens, len(prompts))
         sampling = sampling if sampling is not None else Sampling()
         sampler = Sampler(build_transforms(sampling, None, self.target.vocab_size), build_rule(acceptance, sampling))
@@ -176,6 +180,8 @@ class Decoder:
         lengths = []
         for prompt, count in zip(prompts, counts, strict=True):
             num_tokens = prompt if isinstance(prompt, int) else len(encode_prompt(self.target, prompt))
+            if num_tokens < 1:
+                raise UserError(f"A prompt of {num_tokens} tokens is not possible: it has 1 or more.")
             check_length(self.target, num_tokens, count)
             lengths.append(num_tokens + count)
         check_reach(self.drafter, lengths)
@@ -242,6 +248,7 @@ def decode(
     Outputs come in the same order. cache: see `Decoder`. With greedy or lossless acceptance the output is the target's
     own, whatever the drafter. Raises UserError before anything runs.
     """
+    check_prompts(prompts)
     rows = min(max_batch_rows, max(len(prompts), 1)) if isinstance(max_batch_rows, int) else max_batch_rows
     return Decoder(target, drafter, rows, cache=cache).decode(
         prompts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ class Output:
     arrival_s: float = 0.0  # this, admission to a row, and the commit of each round: seconds since the call began
     admitted_s: float = 0.0
     commit_s: list[float] = field(default_factory=list)
+
+
+def check_prompts(prompts: object) -> None:
+    """UserError unless it is a collection of prompts, of a known size."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection):
+        given = "one text. Write [text]" if isinstance(prompts, str) else type(prompts).__name__
+        raise UserError(f"prompts is a list of prompts; given: {given}.")
 
 
 def encode_prompt(target: Target, prompt: Prompt) -> list[int]:
@@ -130,6 +137,8 @@ def arrival_times(arrivals_s: Sequence[float] | None, num_prompts: int) -> list[
     """When each prompt comes in. UserError unless there is one time, 0 or later, for each prompt."""
     if arrivals_s is None:
         return [0.0] * num_prompts
+    if not isinstance(arrivals_s, Sequence):
+        raise UserError(f"arrivals_s={arrivals_s!r} is not possible: give one time, in seconds, for each prompt.")
     if len(arrivals_s) != num_prompts:
         raise UserError(f"arrivals_s holds {len(arrivals_s)} times for {num_prompts} prompts: give one for each.")
     for index, arrival_s in enumerate(arrivals_s):

@@ -7,7 +7,7 @@ in transformers, the token that completes the stop string is the last; the retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from selfspec.errors import UserError
@@ -29,6 +29,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: Any | None) -> None:
         if isinstance(strings, str):
             strings = [strings]
+        if not isinstance(strings, Iterable):
+            raise UserError(f"stop_strings={strings!r} is not possible: give a text or a list of texts.")
         for string in strings:
             if not isinstance(string, str) or not string:
                 raise UserError(f"stop_strings holds {string!r}; allowed are non-empty texts.")

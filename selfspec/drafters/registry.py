@@ -48,8 +48,10 @@ def build_drafter(name: str | Mapping[str, Any], target: Target, **overrides: An
             raise UserError(f"No drafter named {name!r}. {allowed(name, known)}")
         in_conf = name in conf_names("drafter")
         given: dict[Any, Any] = OmegaConf.to_container(load_conf("drafter", name)) if in_conf else {"kind": name}  # type: ignore[assignment]
-    else:
+    elif isinstance(name, Mapping):
         given = dict(name)
+    else:
+        raise UserError(f"A drafter is a conf/drafter name or a mapping with `kind` and options; given: {name!r}.")
     given = {**given, **overrides}
     kind = given.get("kind")
     options = {str(key): value for key, value in given.items() if key not in NOT_OPTIONS}
@@ -57,7 +59,7 @@ def build_drafter(name: str | Mapping[str, Any], target: Target, **overrides: An
         if options:
             raise UserError(f"The drafter 'none' takes no options; given: {', '.join(options)}.")
         return NoDraft()
-    if kind not in DRAFTERS:
+    if not isinstance(kind, str) or kind not in DRAFTERS:
         raise UserError(f"No drafter of kind {kind!r}. {allowed(str(kind), ['none', *DRAFTERS])}")
     module = importlib.import_module(DRAFTERS[kind])
     return module.build(target, _typed_options(kind, module.Options, options))

@@ -92,7 +92,7 @@ def build_lookahead(given: int | str | Mapping[str, Any] | Lookahead) -> Lookahe
     if isinstance(given, Mapping):
         options = {str(key): value for key, value in given.items() if key != "kind"}
         kind = given.get("kind", "fixed")
-        if kind not in POLICIES:
+        if not isinstance(kind, str) or kind not in POLICIES:
             raise UserError(f"No lookahead of kind {kind!r}. {allowed(str(kind), POLICIES)}")
         try:
             return POLICIES[kind](**options)

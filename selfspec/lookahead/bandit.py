@@ -49,6 +49,8 @@ class Bandit:
         exits: list[int | None] = list(self.exit_layers) if self.exit_layers else [None]
         if not lengths or any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in lengths):
             raise UserError(f"num_drafted={lengths} is not possible: give whole numbers, 0 or more.")
+        if any(isinstance(e, bool) or not (e is None or (isinstance(e, int) and e > 0)) for e in exits):
+            raise UserError(f"exit_layers={exits} is not possible: give numbers of layers, 1 or more.")
         if max(lengths) == 0:
             raise UserError("num_drafted=[0] never drafts: give at least one K of 1 or more.")
         if not self.exploration >= 0 or not self.half_life > 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from selfspec.errors import UserError
+from selfspec.lookahead.confidence import check_max_drafted
 from selfspec.lookahead.plan import Plan, RoundOutcome
 
 
@@ -21,9 +22,11 @@ class Heuristic:
     _num_drafted: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.initial <= self.max_drafted:
+        check_max_drafted(self.max_drafted)
+        if isinstance(self.initial, bool | float) or not 1 <= self.initial <= self.max_drafted:
             raise UserError(
-                f"initial={self.initial}, max_drafted={self.max_drafted}: allowed is 1 <= initial <= max_drafted."
+                f"initial={self.initial}, max_drafted={self.max_drafted}: allowed are whole numbers, "
+                "1 <= initial <= max_drafted."
             )
         self._num_drafted = self.initial
 

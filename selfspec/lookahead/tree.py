@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from selfspec.errors import UserError
+from selfspec.lookahead.confidence import check_probability
 from selfspec.lookahead.plan import Plan
 from selfspec.lookahead.tree_shape import TreeShape, best_shape, shape_of_branches, shape_of_paths
 
@@ -33,6 +34,7 @@ class Tree:
         elif self.paths is not None:
             self.shape = shape_of_paths([list(path) for path in self.paths])
         elif self.accuracies is not None and self.num_nodes is not None:
+            check_accuracies(self.accuracies, self.num_nodes)
             self.shape, _ = best_shape([list(at) for at in self.accuracies], self.num_nodes)
 
     @property
@@ -45,3 +47,14 @@ class Tree:
 
     def choose(self) -> Plan:
         return Plan(self.shape.depth, tree=self.shape)
+
+
+def check_accuracies(accuracies: Sequence[Sequence[float]], num_nodes: object) -> None:
+    """UserError for a depth without ranks, what is no share, or a number of nodes that is none."""
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int):
+        raise UserError(f"num_nodes={num_nodes!r} is not possible: allowed is a whole number, 2 or more.")
+    for depth, shares in enumerate(accuracies):
+        if not shares:
+            raise UserError(f"accuracies[{depth}] is empty: give the share of each rank there, or leave it out.")
+        for share in shares:
+            check_probability(f"a share in accuracies[{depth}]", share)

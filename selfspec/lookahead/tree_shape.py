@@ -89,7 +89,10 @@ def shape_of_paths(paths: Sequence[Sequence[int]]) -> TreeShape:
 
     UserError for a path whose parent or whose better-ranked sibling is missing.
     """
-    wanted = {tuple(int(rank) for rank in path) for path in paths}
+    for rank in (rank for path in paths for rank in path):
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise UserError(f"The tree's paths hold {rank!r}; a rank is a whole number, 0 that of the likeliest child.")
+    wanted = {tuple(path) for path in paths}
     if not wanted or () in wanted:
         raise UserError("A tree is given as a list of paths of ranks, each with one rank or more: [[0], [1], [0, 0]].")
     for path in sorted(wanted):

@@ -228,13 +228,25 @@ def test_bad_sampling_is_refused_before_anything_runs(settings, message):
     [
         dict(seed=1.5), dict(seed=None), dict(seed="a"), dict(seed=True), dict(lookahead=None), dict(lookahead=[3]),
         dict(sampling=dict(temperature=0)), dict(eos_token_ids=2.0), dict(processors=lambda ids, scores: scores),
-        dict(processors=[3]), dict(acceptance=None),
+        dict(processors=[3]), dict(acceptance=None), dict(stop_strings=5), dict(prompts=None), dict(prompts=5),
+        dict(prompts="a text"), dict(prompts=iter(PROMPTS)), dict(prompts={"a": PROMPTS[0]}),
     ],
     ids=name_of,
 )  # fmt: skip
 def test_arguments_of_the_wrong_kind_are_refused_by_name(options):
     with pytest.raises(UserError, match=next(iter(options))):
-        decode(target(), drafter("early_exit"), PROMPTS, **options)
+        decode(target(), drafter("early_exit"), **{"prompts": PROMPTS} | options)
+
+
+def test_sizes_and_times_of_the_wrong_kind_are_refused_by_name():
+    for options in (dict(capacity=-1), dict(capacity=2.5), dict(capacity="64"), dict(memory_limit_bytes="1 GB")):
+        with pytest.raises(UserError, match=next(iter(options))):
+            Decoder(target(), None, **options)
+    with pytest.raises(UserError, match="arrivals_s=5 is not possible"):
+        Decoder(target(), None).decode(PROMPTS, arrivals_s=5)
+    for prompts, message in (([-5], "A prompt of -5 tokens"), ("text", "prompts is a list")):
+        with pytest.raises(UserError, match=message):
+            Decoder(target(), None).estimate(prompts)
 
 
 @pytest.mark.parametrize("wrong", ["early_exit", 3, object()], ids=name_of)

@@ -28,6 +28,8 @@ def test_exit_layers_outside_the_stack_are_refused_with_the_allowed_range(exit_l
         ("early_exit", {"exit_layer": None}, r"needs exit_layer"),
         ("none", {"exit_layer": 2}, r"takes no options"),
         ({"kind": "nothing"}, {}, r"No drafter of kind 'nothing'"),
+        ({"kind": ["early_exit"]}, {}, r"No drafter of kind \['early_exit'\]"),
+        (5, {}, r"a mapping with `kind` and options; given: 5"),
         ("independent", {"model": "no-such-model"}, r"No target 'no-such-model'.*smollm2-135m"),
     ],
 )
