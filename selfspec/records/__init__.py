@@ -1,8 +1,8 @@
-"""What a run leaves behind: its records (`schema`) and the directory that keeps them (`rundir`). No torch."""
+"""What a run leaves behind: its records (`schema`) and the directory that keeps them (`rundir`, `writer`). No torch."""
 
 from __future__ import annotations
 
-from selfspec.records.rundir import Run, RunWriter, read_run, read_traces, write_atomic, write_traces
+from selfspec.records.rundir import Run, read_run, read_traces
 from selfspec.records.schema import (
     SCHEMA_VERSION,
     Key,
@@ -14,6 +14,7 @@ from selfspec.records.schema import (
     by_method,
     to_json,
 )
+from selfspec.records.writer import RunWriter, write_atomic, write_traces
 
 __all__ = [
     "SCHEMA_VERSION",

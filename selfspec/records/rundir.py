@@ -1,4 +1,4 @@
-"""The only code that writes or reads a run directory.
+"""Reading a run directory; `selfspec.records.writer` writes it, and no other code does either.
 
 A run directory is the source of truth for every table, so it survives a crash and refuses to lie:
 
@@ -8,29 +8,23 @@ A run directory is the source of truth for every table, so it survives a crash a
     summary.json    estimators, with the schema version
     DONE            written last by atomic rename; holds the number of results
 
-A writer killed at any byte leaves at most a torn last line and one orphaned line of rounds; opening the directory
-again drops both, so a resumed run repeats the unfinished prompt and neither loses nor doubles another one.
-Cost: two `fsync` calls per result, outside every timed section.
+A writer killed at any byte leaves at most a torn last line and one orphaned line of rounds, which are no results yet;
+anything else that is damaged, missing or doubled is an error.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import yaml
 
 from selfspec.errors import UserError
 from selfspec.records.schema import (
-    SCHEMA_VERSION,
     Key,
     PromptRecord,
     RoundRecord,
@@ -41,10 +35,7 @@ from selfspec.records.schema import (
     prompt_from_dict,
     rounds_from_lists,
     show_key,
-    to_json,
-    to_lines,
     trace_from_dict,
-    trace_to_dict,
 )
 
 
@@ -85,95 +76,6 @@ class Run:
         return {record.key: record.rounds for record in self.prompts}
 
 
-# ---- writing
-
-
-class RunWriter:
-    """The one writer of a run directory. Opening it repairs what a killed writer left and takes the directory's lock.
-
-    Raises `UserError` when another process is writing there, when the run is already finished and something is
-    appended, or when the directory was written with another schema version.
-    """
-
-    def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _take_lock(self.path)
-        try:
-            if not self.finished:
-                _repair(self.path)
-            self._keys = [record.key for record in _read_results(self.path)]
-            self._rounds = open(self.path / "rounds.jsonl", "ab", buffering=0)  # noqa: SIM115 - lives as long as the writer
-            self._prompts = open(self.path / "prompts.jsonl", "ab", buffering=0)  # noqa: SIM115
-        except BaseException:
-            self._lock.close()
-            raise
-        self._done = set(self._keys)
-
-    @property
-    def finished(self) -> bool:
-        return (self.path / "DONE").exists()
-
-    def done_keys(self) -> set[Key]:
-        """What is already measured, so that a resumed run can skip it."""
-        return set(self._done)
-
-    def append(self, record: PromptRecord) -> None:
-        """Adds one result; when this returns, it is on disk."""
-        if self.finished:
-            raise UserError(f"{self.path} is a finished run (DONE exists); delete the directory to measure it again.")
-        if record.key in self._done:
-            raise UserError(f"{self.path} already holds {show_key(record.key)}; skip the keys in `done_keys()`.")
-        rounds_line, prompt_line = to_lines(record)
-        _append(self._rounds, rounds_line)
-        _append(self._prompts, prompt_line)
-        self._done.add(record.key)
-
-    def write_text(self, name: str, text: str) -> None:
-        """Writes a side file (`config.yaml`, `overrides.yaml`, `provenance.json`) whole or not at all."""
-        write_atomic(self.path / name, text)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes `summary.json` and then `DONE`: from here on the run counts as complete."""
-        self.write_text("summary.json", to_json({**summary, "schema_version": SCHEMA_VERSION}, indent=2) + "\n")
-        self.write_text("DONE", to_json({"num_results": len(self._done), "schema_version": SCHEMA_VERSION}) + "\n")
-
-    def close(self) -> None:
-        for handle in (self._rounds, self._prompts, self._lock):
-            handle.close()
-
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write, sync, rename, sync the folder: a reader sees the old file or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open(partial, "wb") as handle:
-        handle.write(content.encode() if isinstance(content, str) else content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def write_traces(path: str | Path, traces: Iterable[TraceRecord]) -> None:
-    """Writes traces as JSON lines, whole or not at all."""
-    write_atomic(Path(path), "".join(to_json(trace_to_dict(trace)) + "\n" for trace in traces))
-
-
-# ---- reading
-
-
 def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
     """Reads and checks a run directory without changing it.
 
@@ -186,7 +88,7 @@ def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
     finished = (path / "DONE").exists()
     if not finished and not allow_unfinished:
         raise UserError(f"{path} is not a finished run (no DONE file); resume it, or pass allow_unfinished=true.")
-    prompts = _read_results(path)
+    prompts = read_results(path)
     summary = None
     if finished:
         summary = _read_json(path / "summary.json")
@@ -201,7 +103,7 @@ def read_run(run_dir: str | Path, allow_unfinished: bool = False) -> Run:
     config = _read_yaml(path / "config.yaml", required=finished)
     provenance_path = path / "provenance.json"
     provenance = _read_json(provenance_path) if finished or provenance_path.exists() else {}
-    prompt_set = {str(entry.get("prompt_id")): entry for entry, _ in _json_lines(path / "prompt_set.jsonl")}
+    prompt_set = {str(entry.get("prompt_id")): entry for entry, _ in json_lines(path / "prompt_set.jsonl")}
     return Run(path, config, provenance, prompts, summary, _config_hash(path, provenance), finished, prompt_set)
 
 
@@ -210,55 +112,30 @@ def read_traces(path: str | Path) -> list[TraceRecord]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path} is not a trace file: no such file.")
-    return [trace_from_dict(entry, where) for entry, where in _json_lines(path)]
+    return [trace_from_dict(entry, where) for entry, where in json_lines(path)]
 
 
-# ---- details
+def read_results(path: Path) -> list[PromptRecord]:
+    prompt_lines = json_lines(path / "prompts.jsonl")  # before the rounds: a live writer is never ahead of us here
+    rounds_of = {}
+    for entry, where in json_lines(path / "rounds.jsonl"):
+        rounds_of[key_of(entry, where)] = (entry.get("rounds"), where)
+    records: dict[Key, PromptRecord] = {}
+    for entry, where in prompt_lines:
+        record = prompt_from_dict(entry, where)
+        if record.key in records:
+            raise UserError(f"{where} repeats {show_key(record.key)}; two writers must have used this directory.")
+        if record.key not in rounds_of:
+            raise UserError(f"{where}: rounds.jsonl has no line for {show_key(record.key)}; measure the run again.")
+        record.rounds = rounds_from_lists(*rounds_of[record.key])
+        records[record.key] = record
+    return list(records.values())
 
 
-def _take_lock(path: Path) -> BinaryIO:
-    handle = open(path / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the handle, and dies with the process
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        raise UserError(
-            f"{path} is being written by another process; wait for it, stop it, or choose another name for this run."
-        ) from None
-    return handle
+# ---- files
 
 
-def _append(handle: FileIO, line: bytes) -> None:
-    """Appends and syncs; a write that fails half-way (a full disk) is taken back, so no later line lands behind it."""
-    start = os.fstat(handle.fileno()).st_size
-    try:
-        left = memoryview(line)
-        while left:
-            left = left[os.write(handle.fileno(), left) :]
-        os.fsync(handle.fileno())
-    except BaseException:
-        os.ftruncate(handle.fileno(), start)
-        raise
-
-
-def _repair(path: Path) -> None:
-    """Drops what a killed writer left: torn last lines, then rounds whose prompt line never came."""
-    for name in ("prompts.jsonl", "rounds.jsonl"):
-        if (path / name).exists():
-            whole = _whole_lines((path / name).read_bytes())
-            if len(whole) < (path / name).stat().st_size:
-                os.truncate(path / name, len(whole))
-    if not (path / "rounds.jsonl").exists():
-        return
-    known = {key_of(entry, where) for entry, where in _json_lines(path / "prompts.jsonl")}
-    lines = (path / "rounds.jsonl").read_bytes().splitlines(keepends=True)
-    entries = _json_lines(path / "rounds.jsonl")
-    kept = [line for line, (entry, where) in zip(lines, entries, strict=True) if key_of(entry, where) in known]
-    if len(kept) < len(lines):
-        write_atomic(path / "rounds.jsonl", b"".join(kept))
-
-
-def _whole_lines(data: bytes) -> bytes:
+def whole_lines(data: bytes) -> bytes:
     """`data` up to the last line that was written completely."""
     whole = data[: data.rfind(b"\n") + 1]
     last = whole[whole.rfind(b"\n", 0, -1) + 1 :]
@@ -269,12 +146,12 @@ def _whole_lines(data: bytes) -> bytes:
     return whole
 
 
-def _json_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
+def json_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
     """Every whole line as (object, "file:line"); a line that is damaged before the end is an error."""
     if not path.exists():
         return []
     entries = []
-    for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path.read_bytes()).splitlines(), start=1):
         where = f"{path}:{number}"
         entries.append((parse_object(line, where), where))
     return entries
@@ -313,20 +190,3 @@ def _config_hash(path: Path, provenance: Mapping[str, Any]) -> str:
             f"{path}: neither provenance.json nor the folder's name (`<name>-<hash8>`) gives a config hash."
         )
     return match.group(1)
-
-
-def _read_results(path: Path) -> list[PromptRecord]:
-    prompt_lines = _json_lines(path / "prompts.jsonl")  # before the rounds: a live writer is never ahead of us here
-    rounds_of = {}
-    for entry, where in _json_lines(path / "rounds.jsonl"):
-        rounds_of[key_of(entry, where)] = (entry.get("rounds"), where)
-    records: dict[Key, PromptRecord] = {}
-    for entry, where in prompt_lines:
-        record = prompt_from_dict(entry, where)
-        if record.key in records:
-            raise UserError(f"{where} repeats {show_key(record.key)}; two writers must have used this directory.")
-        if record.key not in rounds_of:
-            raise UserError(f"{where}: rounds.jsonl has no line for {show_key(record.key)}; measure the run again.")
-        record.rounds = rounds_from_lists(*rounds_of[record.key])
-        records[record.key] = record
-    return list(records.values())
