@@ -10,11 +10,8 @@ Shape letters: B rows, T positions in this pass, M model width, V vocabulary.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from selfspec.target.families import family_of, length_dependent, max_positions
 from selfspec.target.hf_baseline import HFOutput, hf_generate
 from selfspec.target.identity import fingerprint
 from selfspec.target.packed import PackedLinear
+from selfspec.target.parts import cache_argument, own_rotary, part
 from selfspec.target.sublayers import thinned
 from selfspec.target.tensor_parallel import local_kv_heads, ranks_of, whole
 from selfspec.target.views import module_view
@@ -50,12 +48,12 @@ class Target:
         self.name = name
         self.family = family
         view = module_view(model, family.attention).eval()
-        self._embed: nn.Module = _part(view, family.embed)
-        self.layers: list[Any] = list(_part(view, family.layers))
-        self._norm: nn.Module = _part(view, family.norm) or nn.Identity()
-        self._rotary: nn.Module | None = _own_rotary(_part(view, family.rotary)) if family.rotary else None
-        self._head: Any = _part(view, family.head)
-        self._positions: Any = _part(view, family.learned_positions) if family.learned_positions else None
+        self._embed: nn.Module = part(view, family.embed)
+        self.layers: list[Any] = list(part(view, family.layers))
+        self._norm: nn.Module = part(view, family.norm) or nn.Identity()
+        self._rotary: nn.Module | None = own_rotary(part(view, family.rotary)) if family.rotary else None
+        self._head: Any = part(view, family.head)
+        self._positions: Any = part(view, family.learned_positions) if family.learned_positions else None
         self._embed_scale = family.embed_scale(config)
         self.head_module: Any = self._head
         self.vocab_size: int = self.head_module.weight.shape[0]
@@ -64,7 +62,7 @@ class Target:
         self.ranks = ranks_of(model)  # processes that hold a part of it each; 1: this one holds all
         self._num_kv_heads = local_kv_heads(model, family.heads(config)[0], self.ranks)
         self.windows = [family.window(config, index) for index in range(len(self.layers))]
-        self._cache_argument = _cache_argument(self.layers[0])
+        self._cache_argument = cache_argument(self.layers[0])
         self._rotary_tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.weight_bytes = parameter_bytes(model)
         self.step_bytes = self.weight_bytes - (0 if self.tied else parameter_bytes(self._embed))
@@ -273,34 +271,3 @@ def spread(logits_BTN: Tensor, token_ids_N: Tensor, vocab_size: int) -> Tensor:
     """Logits of some tokens -> logits `[B, T, V]`, −inf for all others."""
     logits_BTV = logits_BTN.new_full((*logits_BTN.shape[:-1], vocab_size), -torch.inf)
     return logits_BTV.index_copy_(-1, token_ids_N, logits_BTN)
-
-
-def _part(view: nn.Module, path: str) -> Any:
-    """The submodule at `path`; UserError for a model that is not a causal LM of its family."""
-    try:
-        return attrgetter(path)(view)
-    except AttributeError as error:
-        raise UserError(
-            f"{type(view).__name__} has no {path!r}: it is not the causal LM of its model type. Wrap a "
-            "...ForCausalLM (or GPT2LMHeadModel), without adapters or wrappers around it."
-        ) from error
-
-
-def _own_rotary(rotary: nn.Module) -> nn.Module:
-    """A copy, since a length-dependent rotary module rewrites its frequencies as it is used, and as it was made."""
-    own: Any = copy.deepcopy(rotary)
-    if isinstance(getattr(own, "original_inv_freq", None), Tensor):
-        own.inv_freq = own.original_inv_freq.clone()
-        own.max_seq_len_cached = getattr(own, "original_max_seq_len", getattr(own, "max_seq_len_cached", None))
-    return own
-
-
-def _cache_argument(layer: nn.Module) -> str:
-    """transformers 5.24 renamed the layers' `past_key_values` to `cache`; ask the signature once."""
-    parameters = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
-    for name in ("cache", "past_key_values", "layer_past"):
-        if name in parameters:
-            return name
-    raise UserError(
-        f"{type(layer).__name__}.forward takes no cache argument; this transformers version is not supported"
-    )
