@@ -71,9 +71,14 @@ def show_plan(config: PlanConfig) -> None:
     print_table(table)
     if config.out:
         folder = Path(config.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(folder / "plan.md", to_markdown(table))
-        write_atomic(folder / "plan.json", to_json({"model": asdict(model), "plans": found}, indent=2) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / "plan.md", to_markdown(table))
+            write_atomic(folder / "plan.json", to_json({"model": asdict(model), "plans": found}, indent=2) + "\n")
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {folder} ({error.strerror}); choose another place with out=..."
+            ) from error
         print(folder / "plan.md")
 
 

@@ -219,7 +219,10 @@ def run_on_ray(
 def run_study(config: StudyConfig, space: Space) -> optuna.Study:
     """Runs what is left of a search, and prints each trial as it ends."""
     folder = Path(config.output_dir) / "studies"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place: output_dir=...") from error
     fixed = [text for text in space.fixed if not text.startswith("tracking=")]  # no account needed unless asked for
 
     def overrides(trial: optuna.Trial) -> list[str]:

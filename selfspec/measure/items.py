@@ -29,12 +29,37 @@ def make_item(target: Target, prompt: Prompt, answers: tuple[str, ...] = ()) -> 
     )
 
 
+def check_names(prompts: Sequence[Prompt]) -> None:
+    """UserError for a text that is no valid Unicode, or an id that is another prompt's further turn (`a` and `a#2`)."""
+    later_turns = {f"{one.prompt_id}#{turn + 1}": one.prompt_id for one in prompts for turn in range(1, len(one.turns))}
+    for prompt in prompts:
+        if prompt.prompt_id in later_turns:
+            raise UserError(
+                f"prompt {prompt.prompt_id!r} has the name that a further turn of prompt "
+                f"{later_turns[prompt.prompt_id]!r} gets. Results are kept by it: give one of them another id."
+            )
+        if broken := next((text for text in prompt.turns if not _encodes(text)), None):
+            raise UserError(
+                f"prompt {prompt.prompt_id!r} holds half of a character (a lone surrogate, {broken[:40]!r}), which no "
+                "tokenizer reads. Write the text as UTF-8."
+            )
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def longest_prompt(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> int:
     """Tokens of the longest prompt, its earlier answers included (at most `max_new_tokens` each).
 
     Raises UserError naming a prompt that leaves no room for `max_new_tokens` within the model's positions.
     """
     longest = 0
+    check_names(prompts)
     for prompt in prompts:
         num_answers = len(prompt.turns) - 1
         last_turn = make_item(target, prompt, ("",) * num_answers)

@@ -65,6 +65,12 @@ def predict(
         raise UserError(f"drafts.{label}.kind={draft.kind!r} is unknown. {allowed(str(draft.kind), KINDS)}")
     if draft.d_vocab is not None and not 1 <= draft.d_vocab <= model.vocab_size:
         raise UserError(f"drafts.{label}.d_vocab={draft.d_vocab}: allowed is 1 to {model.vocab_size}.")
+    if not 0 < draft.size <= 1:
+        raise UserError(f"drafts.{label}.size={draft.size} is not possible: a part of the target, above 0, up to 1.")
+    if draft.kind == "early_exit" and not all(0 < share < 1 for share in draft.shares):
+        raise UserError(
+            f"drafts.{label}.shares={draft.shares}: parts of the layers lie between 0 and 1, for example 0.5."
+        )
     exits = exits_of(draft, model) if draft.kind == "early_exit" else [None]
     found = [
         _prediction(label, draft, model, machine, rows, context, exit_layer, num_drafted)
@@ -87,13 +93,19 @@ def alpha_at(label: str, alpha: Any, share: float) -> float:
     """The assumed alpha at an exit after this part of the layers, interpolated between given ones."""
     if isinstance(alpha, int | float) and not isinstance(alpha, bool):
         value = float(alpha)
-    elif isinstance(alpha, Sequence) and alpha and all(isinstance(pair, Sequence) and len(pair) == 2 for pair in alpha):
+    elif isinstance(alpha, Sequence) and alpha and all(_is_pair(pair) for pair in alpha):
         value = _interpolated(sorted((float(x), float(y)) for x, y in alpha), share)
     else:
         raise UserError(f"drafts.{label}.alpha={alpha!r}: give a number, or pairs [[part of the layers, alpha], ...].")
     if not 0 <= value <= 1:
         raise UserError(f"drafts.{label}.alpha={value} is not possible: it is a probability, 0 to 1.")
     return value
+
+
+def _is_pair(given: Any) -> bool:
+    """Two numbers."""
+    numbers = isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2
+    return numbers and all(isinstance(one, int | float) and not isinstance(one, bool) for one in given)
 
 
 def _interpolated(pairs: Sequence[tuple[float, float]], at: float) -> float:

@@ -15,6 +15,7 @@ held more than once. Williams et al. 2009 (roofline); Pope et al. 2023 (inferenc
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,15 @@ class Machine:
         for name in ("bandwidth_share", "compute_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"{name}={getattr(self, name)} is not possible: allowed is above 0, up to 1.")
+        rates = {f"flops_per_s.{self.dtype}": self.hardware.flops_per_s[self.dtype]}
+        rates |= {name: getattr(self.hardware, name) for name in ("memory_bytes", "bytes_per_s", "link_bytes_per_s")}
+        for name, rate in rates.items():
+            if not 0 < rate < math.inf:
+                raise UserError(f"hardware.{name}={rate} is not possible: allowed is above 0. See conf/hardware.")
+        if not 0 <= self.hardware.link_latency_s < math.inf:
+            raise UserError(
+                f"hardware.link_latency_s={self.hardware.link_latency_s} is not possible: allowed is 0 or more."
+            )
 
 
 def touched_experts(model: ModelShape, num_tokens: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -102,7 +103,14 @@ def test_the_best_exit_weighs_its_cost_against_its_alpha():
 def test_assumptions_are_checked_and_interpolated():
     assert alpha_at("x", [[0.2, 0.4], [0.6, 0.8]], 0.4) == pytest.approx(0.6)
     assert alpha_at("x", [[0.2, 0.4]], 0.9) == 0.4
-    for alpha, message in ((1.2, "a probability"), ("high", "give a number"), ([0.5], "give a number")):
+    for alpha, message in (
+        (1.2, "a probability"),
+        ("high", "give a number"),
+        ([0.5], "give a number"),
+        ([["a", "b"]], "give a number"),
+        (["ab"], "give a number"),
+        (float("nan"), "a probability"),
+    ):
         with pytest.raises(UserError, match=message):
             alpha_at("x", alpha, 0.5)
     with pytest.raises(UserError, match="Allowed: early_exit, head"):
@@ -111,6 +119,27 @@ def test_assumptions_are_checked_and_interpolated():
         predict("x", DraftPlan("head", 0.5, d_vocab=2000), MODEL, Machine(ROUND, **FULL), 1, 0)
     with pytest.raises(UserError, match="no rate for round. Allowed: float16"):
         Machine(ROUND, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("independent", {"size": 0.0}, "size=0.0 is not possible: a part of the target, above 0"),
+        ("independent", {"size": -3.0}, "size=-3.0 is not possible"),
+        ("early_exit", {"shares": [-1.0, 7.0]}, "parts of the layers lie between 0 and 1"),
+    ],
+)
+def test_a_draft_that_costs_nothing_or_less_is_refused(kind: str, changes: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        predict("x", DraftPlan(kind, 0.5, **changes), MODEL, Machine(ROUND, **FULL), 1, 0)
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "bytes_per_s", "link_bytes_per_s", "link_latency_s"])
+def test_hardware_that_cannot_be_is_refused(name: str):
+    with pytest.raises(UserError, match=f"hardware.{name}=-1 is not possible"):
+        Machine(replace(ROUND, **{name: -1}), **FULL)
+    with pytest.raises(UserError, match="flops_per_s.float16=0 is not possible"):
+        Machine(replace(ROUND, flops_per_s={"float16": 0}), **FULL)
 
 
 def test_every_hardware_file_is_complete_and_a_model_too_large_is_said_not_to_fit():
@@ -140,6 +169,8 @@ def test_the_command_predicts_from_a_folder_without_weights(tmp_path, monkeypatc
     overrides += ["drafts.early_exit.d_vocab=50", "drafts.eagle_head.d_vocab=50"]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         plan.show_plan(typed(plan.PlanConfig, compose("plan", overrides)))
+        with pytest.raises(UserError, match="cannot write to .* choose another place with out="):
+            plan.show_plan(typed(plan.PlanConfig, compose("plan", [*overrides, f"out={folder}/config.json"])))
     assert "2 x A100" in capsys.readouterr().out
     text = (tmp_path / "plans" / "plan.md").read_text()
     assert text.startswith("Predicted for") and "PREDICTED from shapes" in text and "2 x A100" in text
