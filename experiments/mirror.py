@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from selfspec.config import CompareConfig, resolve
 from selfspec.errors import UserError
+from selfspec.mirror import mirror_run
 from selfspec.records import read_run
 from selfspec.report.runs import find_run_dirs
-from selfspec.run import entry_point, mirror_run
+from selfspec.run import entry_point
 
 
 @entry_point("mirror")

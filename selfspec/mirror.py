@@ -1,4 +1,4 @@
-"""What a finished run hands to its tracker beside numbers: its records, its drafts, its figures.
+"""How a run is shown to its tracker, and what it hands over beside numbers: its records, its drafts, its figures.
 
 Figures are made from the run directory as `experiments/report.py` makes them, and lie in its `figures/` afterwards.
 Cost: a few seconds of drawing, only where a tracker wants figures, when everything has been timed.
@@ -6,18 +6,49 @@ Cost: a few seconds of drawing, only where a tracker wants figures, when everyth
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from selfspec.config import CompareConfig
+from selfspec.config import CompareConfig, canonical, config_hash
 from selfspec.records import read_run, write_atomic
 from selfspec.report.figures import all_figures, to_bytes
 from selfspec.report.runs import measured
-from selfspec.tracking import Tracker, wanted_artifacts
+from selfspec.tracking import Tracker, log_result, tracker_from_config, wanted_artifacts
 
 RECORD_FILES = (
     "config.yaml", "overrides.yaml", "provenance.json", "prompt_set.jsonl", "prompts.jsonl", "rounds.jsonl",
     "traces.jsonl", "summary.json", "DONE",
 )  # fmt: skip
+
+
+@contextmanager
+def tracked(tracker: Tracker, config: CompareConfig, folder: Path) -> Iterator[Tracker]:
+    """The tracker, started, and always finished: as failed if the block raises."""
+    tracker.start(
+        canonical(config),
+        run_name=config.name,
+        group=config.study,
+        job_type="compare",
+        run_dir=folder,
+        config_hash=config_hash(config),
+    )
+    exit_code = 1
+    try:
+        yield tracker
+        exit_code = 0
+    finally:
+        tracker.finish(exit_code)
+
+
+def mirror_run(folder: Path, config: CompareConfig) -> None:
+    """Shows a finished run to its tracker, as it would have been shown while it was measured."""
+    run = read_run(folder)
+    with tracked(tracker_from_config(config.tracking), config, folder) as tracker:
+        for record in run.prompts:
+            log_result(tracker, record)
+        tracker.summary(run.summary or {})
+        keep_files(tracker, config, folder)
 
 
 def keep_files(tracker: Tracker, config: CompareConfig, folder: Path) -> None:

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from selfspec.config import CompareConfig, GenerateConfig, allowed, canonical, conf_dir, config_hash, resolve, run_dir
+from selfspec.config import CompareConfig, GenerateConfig, allowed, conf_dir, config_hash, resolve, run_dir
 from selfspec.errors import UserError
 from selfspec.measure.bench import Bench, assemble
 from selfspec.measure.costs import costs
@@ -35,7 +35,7 @@ from selfspec.measure.protocol import measure, warm_up
 from selfspec.measure.ranks import failed_elsewhere, in_step, said_once, seen_by_first
 from selfspec.measure.speed import read_bandwidth
 from selfspec.measure.tracing import trace
-from selfspec.mirror import keep_files
+from selfspec.mirror import keep_files, mirror_run, tracked
 from selfspec.provenance import collect, redact, redact_argv
 from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, write_traces
 from selfspec.report.render import print_table
@@ -233,35 +233,6 @@ def machine_of(provenance: Mapping[str, Any]) -> dict[str, Any]:
         "num_threads": provenance["torch"]["num_threads"],
         "gpus": [gpu["name"] for gpu in provenance["gpus"]],
     }
-
-
-@contextmanager
-def tracked(tracker: Tracker, config: CompareConfig, folder: Path) -> Iterator[Tracker]:
-    """The tracker, started, and always finished: as failed if the block raises."""
-    tracker.start(
-        canonical(config),
-        run_name=config.name,
-        group=config.study,
-        job_type="compare",
-        run_dir=folder,
-        config_hash=config_hash(config),
-    )
-    exit_code = 1
-    try:
-        yield tracker
-        exit_code = 0
-    finally:
-        tracker.finish(exit_code)
-
-
-def mirror_run(folder: Path, config: CompareConfig) -> None:
-    """Shows a finished run to its tracker, as it would have been shown while it was measured."""
-    run = read_run(folder)
-    with tracked(tracker_from_config(config.tracking), config, folder) as tracker:
-        for record in run.prompts:
-            log_result(tracker, record)
-        tracker.summary(run.summary or {})
-        keep_files(tracker, config, folder)
 
 
 def refuse_side_by_side(config: CompareConfig) -> None:
