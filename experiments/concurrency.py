@@ -11,9 +11,11 @@ provenance.json, concurrency.json (the summary), concurrency.md, and the figure.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,14 +46,14 @@ from selfspec.run import entry_point, machine_of, progress_bar, settle_runtime
 
 def measure_into(folder: Path, config: ConcurrencyConfig) -> None:
     """Every cell that the folder does not hold yet."""
-    provenance = begun(folder, config)
+    begun(folder, config)
     asked = wanted(config)
-    done = {cell.key for cell in read_cells(folder / "cells.jsonl")} & asked
-    if done == asked:
+    if asked <= {cell.key for cell in read_cells(folder / "cells.jsonl")}:
         return
     service = assemble(config)
-    begin(folder, config, service, provenance)
-    with progress_bar() as progress:
+    with alone(folder), progress_bar() as progress:
+        begin(folder, config, service, begun(folder, config))
+        done = {cell.key for cell in read_cells(folder / "cells.jsonl")} & asked
         task = progress.add_task("warm-up", total=len(config.rows) * len(service.ways))
         for label in warm_up(service, done):
             progress.update(task, advance=1, description=f"warm-up: {label}")
@@ -60,6 +62,24 @@ def measure_into(folder: Path, config: ConcurrencyConfig) -> None:
         for cell in cells(service, done):
             append_cell(folder / "cells.jsonl", cell)
             progress.update(task, advance=1, description=f"{cell.method}, {cell.num_rows} rows")
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """The folder is this process's to write until the end. UserError if another one has it, or it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the file is open
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place with out=...") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{folder} is being written by another process; wait for it, stop it, or choose another place: out=..."
+            ) from None
+        yield
 
 
 def begun(folder: Path, config: ConcurrencyConfig) -> dict[str, Any] | None:
@@ -76,7 +96,6 @@ def begun(folder: Path, config: ConcurrencyConfig) -> dict[str, Any] | None:
 def begin(folder: Path, config: ConcurrencyConfig, service: Service, earlier: dict[str, Any] | None) -> None:
     """config.yaml and provenance.json; a resumed run adds its own code and time to the first's."""
     now = collect(seeds={"seed": config.seed}, fingerprints=service.fingerprints)
-    folder.mkdir(parents=True, exist_ok=True)
     if earlier is None:
         earlier = {"config_hash": config_hash(config), "machine": machine_of(now), **now, "resumed": []}
     elif earlier["machine"] != machine_of(now):

@@ -109,7 +109,8 @@ def run_trial(overrides: list[str], metric: str) -> Outcome:
     except Exception:  # whatever a model or a machine can do to one trial
         return Outcome(None, traceback.format_exc())
     if metric not in summary:
-        return Outcome(None, f"no number named {metric} was measured. {allowed(metric, summary)}")
+        why = " measure.timed=false measures none: search by methods/<label>/al_pooled." if "speedup" in metric else ""
+        return Outcome(None, f"no number named {metric} was measured.{why} {allowed(metric, summary)}")
     return Outcome(float(summary[metric]))
 
 

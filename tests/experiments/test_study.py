@@ -147,6 +147,8 @@ def test_a_metric_that_nobody_measured_names_what_was(tmp_path: Path, monkeypatc
     monkeypatch.setattr(study, "run_compare", lambda composed: {"methods": {"draft": {"al_pooled": 2}}})
     outcome = study.run_trial([], "methods/draft/al_poold")
     assert outcome.value is None and "Did you mean 'methods/draft/al_pooled'" in outcome.error
+    untimed = study.run_trial([], "methods/draft/speedup_paired_geomean")
+    assert untimed.value is None and "measure.timed=false measures none: search by" in untimed.error
 
 
 @pytest.mark.parametrize(

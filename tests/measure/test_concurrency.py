@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -89,6 +90,15 @@ def test_a_killed_run_goes_on_where_it_stopped_and_can_be_extended(tmp_path):
 
     other = start(tmp_path, *small, "seed=1")
     assert other.returncode == 1 and "holds a run of another config" in other.stderr
+
+
+def test_two_at_once_do_not_write_into_one_folder(tmp_path):
+    """The second would measure every cell again, and cells.jsonl would then be refused for holding them twice."""
+    with open(tmp_path / ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = start(tmp_path)
+    assert done.returncode == 1 and "is being written by another process; wait for it" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
 def test_what_is_kept_of_a_request_adds_up():
