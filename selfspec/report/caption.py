@@ -73,7 +73,7 @@ def estimator_notes(runs: Sequence[Measured]) -> list[str]:
         f"{interval['confidence']:.0%} bootstrap interval over prompts; tokens/s: all tokens over all seconds; "
         "τ: al_pooled; α: mean of Σ min(p, q)."
     ]
-    fewest = min(item.summary["num_prompts"] for item in runs)
+    fewest = min((item.summary["num_prompts"] for item in runs if item.timed), default=0)
     if 1 < fewest < FEW_PROMPTS:
         notes.append(
             f"FEW PROMPTS ({fewest}): bootstrap intervals are too narrow for so few (at 6 prompts they hold the truth "
