@@ -80,5 +80,5 @@ def _read(path: Path) -> OfflineRun:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return map(json.loads, done.stdout.splitlines())

@@ -86,7 +86,8 @@ def estimator_notes(runs: Sequence[Measured]) -> list[str]:
         if name != item.summary["baseline"] and stats["minimum_detectable_speedup"] is not None
     ]
     if detectable:
-        notes.append(f"Smallest speedup these prompts can show (80% power): {max(detectable):.3f}.")
+        smallest = f"{max(detectable):.3f}" if max(detectable) < 10 else "above 10"
+        notes.append(f"Smallest speedup these prompts can show (80% power): {smallest}.")
     for item in runs:
         for name, stats in item.summary["methods"].items():
             if stats["num_prompts"] < item.summary["num_prompts"]:

@@ -124,7 +124,7 @@ def test_a_real_browser_shows_the_real_runs_rounds(sampled_run, tmp_path):
     probed.write_text(page.read_text().replace("</body>", PROBE))
     options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     command = [str(BROWSER), *options, probed.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     seen, fits = json.loads(done.stdout.split("<title>")[1].split("</title>")[0].replace("&amp;", "&"))
     records = {f"{r.prompt_id}: {r.method}": r for r in read_run(sampled_run).prompts if r.rounds}
     assert fits and len(seen) == 6

@@ -185,7 +185,7 @@ def test_trace_works_in_a_real_browser(tmp_path):
         [BROWSER, *options, "--dump-dom", (tmp_path / "page.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     title = html.unescape(re.search("<title>(.*?)</title>", done.stdout)[1])
     assert json.loads(title) == ["none", "block", len(KINDS), True]  # hidden tip shows, four colours, nothing overflows

@@ -61,7 +61,8 @@ def test_the_paper_names_experiments_that_exist_and_reports_no_prompt_it_was_tun
         for label, drafter in config.drafters.items():  # named for its folder, and for how far it looks
             learned = drafter.get("learned", drafter)
             weights = learned.get("checkpoint") or learned.get("model")
-            assert weights is None or is_committed(f"{weights}/model.safetensors")
+            files = ("model.safetensors", "adapter_model.safetensors")
+            assert weights is None or any(is_committed(f"{weights}/{file}") for file in files)
             folder = drafter.get("checkpoint") or drafter.get("model")
             assert folder is None or (ROOT / folder / "config.json").is_file()
             assert folder is None or label.split("_tree")[0].split("_gain")[0] == folder.rpartition("/")[2]
