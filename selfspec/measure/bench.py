@@ -85,7 +85,7 @@ def assemble(config: CompareConfig) -> Bench:
             fingerprints[f"draft {label}"] = hash_file(weights)
         if isinstance(model := getattr(drafter, "model", None), Target):
             fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
-    if config.measure.noise_check:  # last: as far as can be from `ar` in the rotation
+    if config.measure.noise_check:
         methods.append(decode_method(AR_AGAIN, target, None, build_lookahead(1), settings, capacity))
         methods[-1].memory, methods[-1].trace = alone, None
     tolerance = config.measure.near_tie_tolerance or TOLERANCE[config.runtime.dtype]

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from selfspec.decoding import Decoder, Output
 from selfspec.decoding.graphs import GraphedRounds
 from selfspec.drafters import Drafter, build_drafter
+from selfspec.measure.order import balanced
 from selfspec.measure.sections import OutOfTime, at_most, one_line
 from selfspec.target import Target, load_target
 
@@ -151,7 +152,7 @@ def add_real_model(bench: Bench, name: str | None) -> str:
 def interleaved(
     timed: Mapping[str, Callable[[], float]], repeats: int, left: Callable[[], float]
 ) -> dict[str, list[float]]:
-    """What each callable returns, `repeats` times in an order rotated by one each time, after one warm-up each.
+    """What each callable returns, `repeats` times in balanced order (`selfspec.measure.order`), after one warm-up each.
 
     left: the seconds that are left; when they are over, the repeat that is running is the last (of two at least).
     """
@@ -162,8 +163,7 @@ def interleaved(
     for repeat in range(repeats):
         if repeat >= 2 and left() <= 0:
             break
-        start = repeat % len(labels)
-        for label in labels[start:] + labels[:start]:
+        for label in balanced(labels, repeat):
             values[label].append(timed[label]())
     return values
 

@@ -1,7 +1,8 @@
-"""The measuring protocol: one process, methods alternating prompt by prompt in rotated order, after a warm-up.
+"""The measuring protocol: one process, methods alternating prompt by prompt in balanced order, after a warm-up.
 
-A machine that is slower this minute then slows all methods of a prompt alike, and no method is always first. Speedups
-are ratios within a prompt (see selfspec.report), so what remains is noise and not drift.
+A machine that is slower this minute then slows all methods of a prompt alike; none is always first, and none always
+follows the same other one (`selfspec.measure.order`). Speedups are ratios within a prompt (see selfspec.report), so
+what remains is noise and not drift.
 
 Records are yielded as soon as the prompt's autoregressive tokens are known, because each is compared with them; a
 consumer that writes them one by one loses at most the prompt being measured when it is killed.
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from selfspec.measure.memory import Memory, growth, rise
+from selfspec.measure.order import balanced
 from selfspec.records import Key, PromptRecord, RoundRecord
 
 if TYPE_CHECKING:
@@ -83,12 +85,6 @@ def warm_up(methods: Sequence[Method], items: Sequence[Item], new_tokens: int, d
             yield method.label
 
 
-def rotated(methods: Sequence[Method], turn: int) -> list[Method]:
-    """The same cyclic order, begun one method later each turn: every method is equally often first."""
-    start = turn % len(methods)
-    return [*methods[start:], *methods[:start]]
-
-
 def request_seed(seed: int, prompt_id: str, repeat: int) -> int:
     """One seed per prompt and repeat, the same for every method and independent of which other prompts run."""
     digest = hashlib.sha256(f"{seed}/{prompt_id}/{repeat}".encode()).digest()
@@ -117,7 +113,7 @@ def measure(
             while item is not None:
                 reference = done.get((item.prompt_id, AR, repeat))
                 waiting: list[PromptRecord] = []
-                for method in rotated(methods, index + repeat):
+                for method in balanced(methods, index + repeat):
                     if (item.prompt_id, method.label, repeat) in done:
                         continue
                     record = run_once(method, item, repeat, max_new_tokens, seed, device)

@@ -1,7 +1,7 @@
 """How close the engine comes to its limit: own AR against plain `generate`, verification by width, bytes per second.
 
-Everything is timed in one process, interleaved in rotated order, and reported as medians and as ratios within a repeat,
-with a bootstrap interval: absolute times on a shared machine mean little, ratios within one minute do.
+Everything is timed in one process, interleaved in balanced order, and reported as medians and as ratios within a
+repeat, with a bootstrap interval: absolute times on a shared machine mean little, ratios within one minute do.
 The limit: a decoding step reads every weight once, so it cannot be faster than bytes / read bandwidth.
 """
 
@@ -18,6 +18,7 @@ from selfspec.config import GenerateConfig
 from selfspec.decoding import decode
 from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import build_drafter
+from selfspec.measure.order import balanced
 from selfspec.target import Target
 
 Timed = Callable[[], object]
@@ -36,15 +37,14 @@ class SpeedConfig(GenerateConfig):
 
 
 def interleaved(timed: Mapping[str, Timed], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each callable, `repeats` times each, in an order rotated by one each time, after one warm-up."""
+    """Seconds of each callable, `repeats` times each, in balanced order, after one warm-up."""
     labels = list(timed)
     for label in labels:
         timed[label]()
     seconds: dict[str, list[float]] = {label: [] for label in labels}
     stopwatch = Stopwatch(device)
     for repeat in range(repeats):
-        start = repeat % len(labels)
-        for label in labels[start:] + labels[:start]:
+        for label in balanced(labels, repeat):
             begin = stopwatch.now()
             timed[label]()
             seconds[label].append(stopwatch.now() - begin)

@@ -169,8 +169,8 @@ def _read_yaml(path: Path, required: bool) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"{path.parent} lacks {path.name}; the run directory is incomplete. Measure the run again.")
     try:
-        value = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise UserError(f"{path} is damaged ({problem}); restore the file or measure the run again.") from None
     if not isinstance(value, dict):

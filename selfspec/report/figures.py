@@ -22,7 +22,7 @@ from selfspec.report.figure_style import STYLE, canvas, name_rows, panels, plain
 from selfspec.report.figures_costs import has_predictions, predicted_figure
 from selfspec.report.figures_lookahead import exit_cells, exit_layer_figure, lookahead_figure, lookahead_groups
 from selfspec.report.lookaheads import groups_of
-from selfspec.report.runs import Measured
+from selfspec.report.runs import Measured, told_apart
 from selfspec.report.tables import method_name
 
 __all__ = ["acceptance_figure", "all_figures", "speedup_figure", "time_figure", "to_bytes"]
@@ -68,7 +68,7 @@ def speedup_figure(runs: Sequence[Measured]) -> Figure:
             hollow = method_name("", stats) != ""
             axes.plot(ratio, place, "o", color="black", markerfacecolor="white" if hollow else "black", markersize=5)
         name_rows(axes, [label for label, _ in rows])
-        axes.set_xlabel("speedup over AR (paired geometric mean, 95% interval over prompts)")
+        axes.set_xlabel("speedup over AR (95% interval over prompts)")
         axes.grid(axis="y", visible=False)
     return figure
 
@@ -92,7 +92,7 @@ def acceptance_figure(runs: Sequence[Measured]) -> Figure:
                 points = [(i + 1, rate) for i, rate in enumerate(stats[name]) if rate is not None]
                 places, rates = zip(*points, strict=True)
                 axes.plot(places, rates, form, color="black", markerfacecolor=filling, markersize=3.5, label=legend)
-            axes.set_title(label, fontsize=7)
+            axes.set_title(label.replace(" (", "\n("), fontsize=7)
             axes.set(ylim=(-0.05, 1.05), yticks=[0, 0.5, 1])
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.supxlabel("drafted position", fontsize=8)
@@ -149,7 +149,7 @@ def _faster_or_slower(runs: Sequence[Measured]) -> Methods:
 
 
 def _methods(runs: Sequence[Measured], with_baseline: bool = True) -> Methods:
-    """(label, statistics) of every row; the run's hash joins the label where there are several runs."""
+    """(label, statistics) of every row; the run's name joins the label where there are several."""
     return [
         (_label(name, stats, item, runs), stats)
         for item in runs
@@ -159,5 +159,4 @@ def _methods(runs: Sequence[Measured], with_baseline: bool = True) -> Methods:
 
 
 def _label(name: str, stats: dict[str, Any], item: Measured, runs: Sequence[Measured]) -> str:
-    run = f" ({item.run.config_hash})" if len(runs) > 1 else ""
-    return plain(method_name(name, stats) + run)
+    return plain(method_name(name, stats) + told_apart(item, runs))

@@ -16,7 +16,7 @@ from selfspec.errors import UserError
 from selfspec.report.figure_style import STYLE, WIDTH_IN, panels, plain
 from selfspec.report.lookaheads import Group, Looked, groups_of
 from selfspec.report.policies import oracle_of
-from selfspec.report.runs import Measured
+from selfspec.report.runs import Measured, told_apart
 from selfspec.report.tables import method_name
 
 Cells = dict[tuple[int, int], float]  # (exit layer, K) -> speedup
@@ -39,7 +39,7 @@ def lookahead_figure(runs: Sequence[Measured]) -> Figure:
         figure, found = panels(len(groups), height_in=1.6, extra_in=0.6)
         for axes, group in zip(found, groups, strict=True):
             _draw(axes, group)
-            run = f" ({group.run.run.config_hash})" if len(runs) > 1 else ""
+            run = told_apart(group.run, runs).replace(" (", "\n(")
             axes.set_title(plain(group.name + group.marks + run), fontsize=7)
         figure.supxlabel("K, drafted tokens per round", fontsize=8)
         figure.supylabel("speedup over AR", fontsize=8)

@@ -7,17 +7,18 @@ import io
 from rich.console import Console
 
 from selfspec.errors import UserError
-from selfspec.report.render import PIPE_WIDTH, print_table
+from selfspec.report.render import print_table
 from selfspec.report.runs import Measured
 from selfspec.report.tables import comparison_table
 
+WIDTH = 112  # a page shows it in a box that scrolls
 START, END = "<!-- table:start -->", "<!-- table:end -->"
 
 
 def headline(run: Measured, command: str, folder: str) -> str:
     """What stands between the marks: the run's table as the console shows it, and where it came from."""
     out = io.StringIO()
-    print_table(comparison_table([run]), Console(file=out, width=PIPE_WIDTH, highlight=False, no_color=True))
+    print_table(comparison_table([run]), Console(file=out, width=WIDTH, highlight=False, no_color=True))
     table = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
     return (
         f"`make paper` wrote this from the run `{run.name}`, that is `{command}`; all tables and "

@@ -41,6 +41,17 @@ class Measured:
         return self.name + (f" ({', '.join(marks)})" if marks else "")
 
 
+def told_apart(item: Measured, runs: Sequence[Measured]) -> str:
+    """What a row says of its run beside rows of others: nothing of the only run, else its name, and the hash with it
+    where another has that name too.
+    """
+    if len(runs) < 2:
+        return ""
+    names = [one.name.rpartition("-")[0] or one.name for one in runs]
+    name = item.name.rpartition("-")[0] or item.name
+    return f" ({name if names.count(name) == 1 else item.name})"
+
+
 def load_runs(
     specs: str | Path | Sequence[str | Path],
     allow_mixed: bool = False,

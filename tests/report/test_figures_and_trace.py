@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from matplotlib.image import imread
 from selfspec.errors import UserError
 from selfspec.records import TraceRecord, TraceRound, TraceToken
 from selfspec.report.figures import acceptance_figure, all_figures, time_figure, to_bytes
-from selfspec.report.runs import load_runs
+from selfspec.report.runs import load_runs, told_apart
 from selfspec.report.trace import KINDS, trace_page
 
 
@@ -196,3 +197,16 @@ def test_unknown_kind_and_empty_set_are_named():
         trace_page([TraceRecord("p", "m", "", [TraceRound([TraceToken("a", 1, "maybe")], 0, 0, 0)])])
     with pytest.raises(UserError, match="no trace"):
         trace_page([])
+
+
+def test_rows_of_several_runs_name_their_run_and_its_hash_only_where_names_meet():
+    def runs(*names: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in names]
+
+    def labels(*names: str) -> list[str]:
+        return [told_apart(item, runs(*names)) for item in runs(*names)]
+
+    assert labels("paper-0123abcd") == [""]
+    assert labels("paper-0123abcd", "paper_t1-4567cdef") == [" (paper)", " (paper_t1)"]
+    assert labels("paper-0123abcd", "paper-4567cdef") == [" (paper-0123abcd)", " (paper-4567cdef)"]
+    assert labels("here", "there") == [" (here)", " (there)"]
