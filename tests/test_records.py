@@ -186,7 +186,7 @@ DAMAGE = {
         (run / "prompts.jsonl").read_bytes().splitlines(keepends=True)[0]
     ),
     "config.yaml is damaged": lambda run: (run / "config.yaml").write_text("a: [1"),
-    "config.yaml is damaged ('utf-8' codec": lambda run: (run / "config.yaml").write_bytes(b"a: \xff"),
+    "config.yaml is damaged .'utf-8' codec": lambda run: (run / "config.yaml").write_bytes(b"a: \xff"),
     "config.yaml should hold a mapping": lambda run: (run / "config.yaml").write_text("- 1"),
 }
 
