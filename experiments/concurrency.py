@@ -11,11 +11,9 @@ provenance.json, concurrency.json (the summary), concurrency.md, and the figure.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +34,7 @@ from selfspec.measure.concurrency import (
     warm_up,
 )
 from selfspec.provenance import collect, redact, redact_argv
-from selfspec.records import to_json, write_atomic
+from selfspec.records import take_lock, to_json, writable, write_atomic
 from selfspec.records.serving import Cell, append_cell, read_cells
 from selfspec.report.concurrency import concurrency_figure, concurrency_tables, summarise_cells
 from selfspec.report.figures import to_bytes
@@ -51,7 +49,9 @@ def measure_into(folder: Path, config: ConcurrencyConfig) -> None:
     if asked <= {cell.key for cell in read_cells(folder / "cells.jsonl")}:
         return
     service = assemble(config)
-    with alone(folder), progress_bar() as progress:
+    with writable(folder, "out"):
+        lock = take_lock(folder, "choose another place: out=...")
+    with lock, progress_bar() as progress:
         begin(folder, config, service, begun(folder, config))
         done = {cell.key for cell in read_cells(folder / "cells.jsonl")} & asked
         task = progress.add_task("warm-up", total=len(config.rows) * len(service.ways))
@@ -62,24 +62,6 @@ def measure_into(folder: Path, config: ConcurrencyConfig) -> None:
         for cell in cells(service, done):
             append_cell(folder / "cells.jsonl", cell)
             progress.update(task, advance=1, description=f"{cell.method}, {cell.num_rows} rows")
-
-
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """The folder is this process's to write until the end. UserError if another one has it, or it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the file is open
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place with out=...") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{folder} is being written by another process; wait for it, stop it, or choose another place: out=..."
-            ) from None
-        yield
 
 
 def begun(folder: Path, config: ConcurrencyConfig) -> dict[str, Any] | None:

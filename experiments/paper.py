@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from selfspec.config import CompareConfig, conf_dir, resolve, typed
 from selfspec.errors import UserError
-from selfspec.records import write_atomic
+from selfspec.records import open_lock, writable, write_atomic
 from selfspec.report.build import build_report
 from selfspec.report.headline import fill_in, headline
 from selfspec.report.runs import load_runs
@@ -77,11 +77,8 @@ def folder_of(arguments: list[str]) -> Path:
 @contextmanager
 def alone(out: Path) -> Iterator[int]:
     """Waits until no other study is measured for `out`; yields the lock, which lasts as long as any process has it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = open(out / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the file is open
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror}); choose another place with out=...") from error
+    with writable(out, "out"):
+        file = open_lock(out)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from selfspec.config import TargetConfig, typed
 from selfspec.errors import UserError
 from selfspec.measure.plan import DraftPlan, Prediction, fits, predict
 from selfspec.measure.roofline import Hardware, Machine, pass_s
-from selfspec.records import to_json, write_atomic
+from selfspec.records import to_json, writable, write_atomic
 from selfspec.report.render import print_table, to_markdown
 from selfspec.report.tables import DASH, Block, Table
 from selfspec.run import entry_point
@@ -71,14 +71,10 @@ def show_plan(config: PlanConfig) -> None:
     print_table(table)
     if config.out:
         folder = Path(config.out)
-        try:
+        with writable(folder, "out"):
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / "plan.md", to_markdown(table))
             write_atomic(folder / "plan.json", to_json({"model": asdict(model), "plans": found}, indent=2) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"cannot write to {folder} ({error.strerror}); choose another place with out=..."
-            ) from error
         print(folder / "plan.md")
 
 

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.config import allowed, conf_dir
 from selfspec.errors import UserError
+from selfspec.records import writable
 from selfspec.run import entry_point, run_compare
 from selfspec.sweep import Choice, Space, load_space
 from selfspec.tracking.base import flatten
@@ -220,10 +221,8 @@ def run_on_ray(
 def run_study(config: StudyConfig, space: Space) -> optuna.Study:
     """Runs what is left of a search, and prints each trial as it ends."""
     folder = Path(config.output_dir) / "studies"
-    try:
+    with writable(folder, "output_dir"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place: output_dir=...") from error
     fixed = [text for text in space.fixed if not text.startswith("tracking=")]  # no account needed unless asked for
 
     def overrides(trial: optuna.Trial) -> list[str]:

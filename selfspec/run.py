@@ -37,7 +37,7 @@ from selfspec.measure.speed import read_bandwidth
 from selfspec.measure.tracing import trace
 from selfspec.mirror import keep_files, mirror_run, tracked
 from selfspec.provenance import collect, redact, redact_argv
-from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, write_traces
+from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, writable, write_traces
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
 from selfspec.report.tables import comparison_table
@@ -181,12 +181,8 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def open_writer(folder: Path) -> RunWriter:
-    try:
+    with writable(folder, "output_dir"):
         return RunWriter(folder)
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {error.strerror}. Choose another place with output_dir=..."
-        ) from error
 
 
 def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:

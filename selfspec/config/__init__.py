@@ -8,7 +8,7 @@ and lookahead options are the exception: each drafter and each policy declares i
 
 from __future__ import annotations
 
-from selfspec.config.checks import ACCEPTANCES, CACHES, DTYPES, RESERVED_LABELS, TARGET_KINDS, validate
+from selfspec.config.checks import ACCEPTANCES, CACHES, DTYPES, RESERVED_LABELS, TARGET_KINDS, at_least, validate
 from selfspec.config.files import allowed, conf_dir, conf_names, load_conf
 from selfspec.config.identity import NOT_HASHED, canonical, config_hash, run_dir
 from selfspec.config.resolving import resolve, typed
@@ -39,6 +39,7 @@ __all__ = [
     "TargetConfig",
     "WatchConfig",
     "allowed",
+    "at_least",
     "canonical",
     "conf_dir",
     "conf_names",

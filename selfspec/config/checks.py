@@ -29,19 +29,19 @@ def validate(config: GenerateConfig) -> None:
         raise UserError(
             "runtime.dtype=float16 on a CPU is slow and overflows. Allowed on cpu: float32, bfloat16, float64."
         )
-    _at_least("runtime.num_threads", config.runtime.num_threads, 1)
-    _at_least("runtime.tensor_parallel", config.runtime.tensor_parallel, 1)
+    at_least("runtime.num_threads", config.runtime.num_threads, 1)
+    at_least("runtime.tensor_parallel", config.runtime.tensor_parallel, 1)
     if config.runtime.tensor_parallel > 1 and ":" in device:
         raise UserError(f"runtime.device={device!r} is one device, and every rank takes its own. Use cuda or auto.")
-    _at_least("max_new_tokens", config.max_new_tokens, 1)
+    at_least("max_new_tokens", config.max_new_tokens, 1)
     _check_lookahead("lookahead", config.lookahead)
     if isinstance(config, WatchConfig) and not config.prompt.strip():
         raise UserError('prompt is empty: there is nothing to continue. Give prompt="...".')
     if isinstance(config, CompareConfig):
-        _at_least("measure.repeats", config.measure.repeats, 1)
-        _at_least("measure.warmup_tokens", config.measure.warmup_tokens, 1)
-        _at_least("measure.max_prompts", config.measure.max_prompts, 1)
-        _at_least("measure.trace", config.measure.trace, 0)
+        at_least("measure.repeats", config.measure.repeats, 1)
+        at_least("measure.warmup_tokens", config.measure.warmup_tokens, 1)
+        at_least("measure.max_prompts", config.measure.max_prompts, 1)
+        at_least("measure.trace", config.measure.trace, 0)
         for name in ("study", "name"):
             _check_file_name(name, getattr(config, name))
         for label, drafter in config.drafters.items():
@@ -54,7 +54,7 @@ def _check_target(target: TargetConfig) -> None:
         what = "a hub id or a local folder" if target.kind == "hf" else "a .gguf file"
         raise UserError(f"target.kind={target.kind} needs target.path: {what}.")
     for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size"):
-        _at_least(f"target.shape.{name}", getattr(target.shape, name), 1)
+        at_least(f"target.shape.{name}", getattr(target.shape, name), 1)
     shape = target.shape
     _divides("num_kv_heads", shape.num_kv_heads, "num_heads", shape.num_heads)
     if shape.head_dim is None:
@@ -82,7 +82,7 @@ def _check_lookahead(key: str, given: object) -> None:
     """K < 1; everything else about a policy is checked by `build_lookahead`."""
     num_drafted = given.get("num_drafted") if isinstance(given, dict) else given
     if isinstance(num_drafted, int):
-        _at_least(f"{key}.num_drafted" if isinstance(given, dict) else key, num_drafted, 1)
+        at_least(f"{key}.num_drafted" if isinstance(given, dict) else key, num_drafted, 1)
 
 
 def _one_of(key: str, given: str, names: Iterable[str]) -> None:
@@ -90,7 +90,8 @@ def _one_of(key: str, given: str, names: Iterable[str]) -> None:
         raise UserError(f"{key}={given!r} is unknown. {allowed(given, names)}")
 
 
-def _at_least(key: str, given: int | None, least: int) -> None:
+def at_least(key: str, given: int | None, least: int) -> None:
+    """UserError for a number that is too small; None is any."""
     if given is not None and given < least:
         raise UserError(f"{key}={given} is too small. Allowed: {least} or more.")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from selfspec.config import RESERVED_LABELS, GenerateConfig
+from selfspec.config import RESERVED_LABELS, GenerateConfig, at_least
 from selfspec.decoding import Decoder, Output
 from selfspec.drafters import Drafter
 from selfspec.errors import UserError
@@ -91,10 +91,8 @@ def wanted(config: ConcurrencyConfig) -> set[CellKey]:
 
 def check(config: ConcurrencyConfig) -> None:
     """UserError for what the config alone shows to be wrong."""
-    least_one = {"num_requests": config.num_requests, "repeats": config.repeats, "warmup_tokens": config.warmup_tokens}
-    for name, value in least_one.items():
-        if value < 1:
-            raise UserError(f"{name}={value} is too small. Allowed: 1 or more.")
+    for name in ("num_requests", "repeats", "warmup_tokens"):
+        at_least(name, getattr(config, name), 1)
     if not config.rows or min(config.rows) < 1 or len(set(config.rows)) < len(config.rows):
         raise UserError(f"rows={config.rows} is not possible. Give different numbers, each 1 or more: [1,2,4,8,16].")
     if taken := sorted(set(config.drafters) & set(RESERVED_LABELS)):

@@ -1,7 +1,11 @@
-"""What a run leaves behind: its records (`schema`) and the directory that keeps them (`rundir`, `writer`). No torch."""
+"""What a run leaves behind: its records (`schema`) and the directory that keeps them (`rundir`, `writer`, `folder`).
+
+No torch.
+"""
 
 from __future__ import annotations
 
+from selfspec.records.folder import open_lock, take_lock, writable
 from selfspec.records.rundir import Run, read_run, read_traces
 from selfspec.records.schema import (
     SCHEMA_VERSION,
@@ -27,9 +31,12 @@ __all__ = [
     "TraceRound",
     "TraceToken",
     "by_method",
+    "open_lock",
     "read_run",
     "read_traces",
+    "take_lock",
     "to_json",
+    "writable",
     "write_atomic",
     "write_traces",
 ]

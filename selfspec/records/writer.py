@@ -7,15 +7,15 @@ loses nor doubles another one. Cost: two `fsync` calls per result, outside every
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from selfspec.errors import UserError
+from selfspec.records.folder import take_lock
 from selfspec.records.rundir import json_lines, read_results, whole_lines
 from selfspec.records.schema import (
     SCHEMA_VERSION,
@@ -39,8 +39,7 @@ class RunWriter:
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _take_lock(self.path)
+        self._lock = take_lock(self.path, "choose another name for this run")
         try:
             if not self.finished:
                 _repair(self.path)
@@ -114,18 +113,6 @@ def write_traces(path: str | Path, traces: Iterable[TraceRecord]) -> None:
 
 
 # ---- details
-
-
-def _take_lock(path: Path) -> BinaryIO:
-    handle = open(path / ".lock", "ab")  # noqa: SIM115 - the lock lives as long as the handle, and dies with the process
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        raise UserError(
-            f"{path} is being written by another process; wait for it, stop it, or choose another name for this run."
-        ) from None
-    return handle
 
 
 def _append(handle: FileIO, line: bytes) -> None:

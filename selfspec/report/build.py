@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from selfspec.errors import UserError
-from selfspec.records import read_traces, write_atomic
+from selfspec.records import read_traces, writable, write_atomic
 from selfspec.report.costs import cost_table, has_costs
 from selfspec.report.figures import all_figures, to_bytes
 from selfspec.report.policies import has_policies, policies_csv, policy_table
@@ -53,13 +53,11 @@ def build_report(
     wanted = list(ALL) if "all" in wanted else wanted
     files = dict(_files(loaded, wanted, strict="all" not in formats))
     folder = Path(out)
-    try:
+    with writable(folder, "out"):
         if files:
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomic(folder / name, content)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}); choose another place with out=...") from error
     if "console" in wanted:
         print_table(comparison_table(loaded))
         print()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from selfspec.config import CompareConfig, GenerateConfig, MeasureConfig, allowed, validate
+from selfspec.config import CompareConfig, GenerateConfig, MeasureConfig, allowed, at_least, validate
 from selfspec.errors import UserError
 from selfspec.measure.bench import in_clone
 from selfspec.prompts import Prompt, prompts_from_config
@@ -37,9 +37,8 @@ class TuneConfig(GenerateConfig):
 
 def checked(config: TuneConfig) -> tuple[list[Variant], list[Prompt]]:
     """The drafts to tune over, and the prompts to choose on. Raises UserError: see the messages."""
-    for key, least in (("top", 1), ("num_confirmed", 1)):
-        if getattr(config, key) < least:
-            raise UserError(f"{key}={getattr(config, key)} is too small. Allowed: {least} or more.")
+    at_least("top", config.top, 1)
+    at_least("num_confirmed", config.num_confirmed, 1)
     if not config.measure.timed:
         raise UserError(
             "measure.timed=false: the fastest is chosen by its times. Use measure=quick, on a quiet machine."
