@@ -92,3 +92,13 @@ def test_every_option_of_every_entry_point_composes(primary: str) -> None:
 def test_every_folder_of_conf_belongs_to_an_entry_point() -> None:
     used = set().union(*map(_groups_of, PRIMARIES))
     assert used >= FOLDERS
+
+
+def test_the_long_answers_are_measured_with_the_drafts_of_the_paper() -> None:
+    """smollm2_paper_128 says what differs from smollm2_paper, and nothing else differs: no setting is kept twice."""
+    paper, long = (_compose("compare", f"experiment={name}") for name in ("smollm2_paper", "smollm2_paper_128"))
+    assert set(long.drafters) == {"independent", "hybrid", "eagle3_tree", "hydra_tree"}
+    assert long.drafters == {label: paper.drafters[label] for label in long.drafters}
+    assert {key for key in paper if paper[key] != long[key]} == {"name", "max_new_tokens", "prompts", "drafters"}
+    own = OmegaConf.load(conf_dir() / "experiment" / "smollm2_paper_128.yaml")
+    assert "drafters" not in own, "a setting of its own would have to be kept equal to the paper's"
