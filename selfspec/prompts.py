@@ -6,10 +6,11 @@ One JSON object per line. What is read from it (other keys are left alone):
     category                        text; without one: "default"
     turns | prompt                  a list of user turns, or one text
     reference                       a right answer, text or a list of texts (the first counts); may be left out
-    split                           "tune" or "report"; without one: by a hash of the id, half and half
+    split                           "tune" or "report"; without one: "report"
 
 Settings are chosen on one split and reported on the other: what was chosen for being high on a set of prompts reads too
-high there. Sets of the hub are in `selfspec.prompts_hub`. Cost: the file is read whole, once.
+high there. A set that marks no split is all for reporting; only who asks for a split of it gets one of two halves, by a
+hash of the ids. Sets of the hub are in `selfspec.prompts_hub`. Cost: the file is read whole, once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ SPLITS = ("tune", "report")
 SCORES = ("rouge_l", "exact_number")  # what an answer may be compared with its reference by: selfspec.report.quality
 COMMON_KEYS = ("categories", "limit", "split", "score")
 CONFIG_KEYS = ("name", "path", *COMMON_KEYS)
+SPLIT_RULE = (
+    'A line says its split ("split": "tune" or "report"); one that does not is for reporting. A set without any is '
+    "halved by a hash of the ids, so that one half of a small set may be empty."
+)
 FORMAT = (
     'Each line is one JSON object: {"prompt_id": ..., "category": ..., "turns": ["..."]}; "question_id" or "id" may '
     'stand for "prompt_id" and "prompt": "..." for one turn.'
@@ -38,7 +43,10 @@ FORMAT = (
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `turns` are the user's turns, in order; the model's answers belong between them."""
+    """One prompt. `turns` are the user's turns, in order; the model's answers belong between them.
+
+    split: "" of a prompt that is not marked, until `select` has seen the whole set.
+    """
 
     prompt_id: str
     category: str
@@ -72,23 +80,35 @@ def load_prompts(
 def select(
     prompts: list[Prompt], source: str, categories: Sequence[str] | None, limit: int | None, split: str | None
 ) -> list[Prompt]:
-    """What is asked for of a whole set; `source` names it in errors."""
+    """What is asked for of a whole set, every prompt with its split; `source` names the set in errors."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise UserError(f"prompts: limit={limit!r} is not allowed. Give 1 or more, or null for all prompts.")
     if split is not None and split not in SPLITS:
         raise UserError(f"prompts.split={split!r} is unknown. Allowed: {', '.join(SPLITS)}, or null for all prompts.")
+    prompts = _with_splits(prompts, halve=split is not None)
     if categories is not None:
         prompts = _keep_categories(prompts, categories, source)
     if split is not None:
         prompts = [prompt for prompt in prompts if prompt.split == split]
         if not prompts:
-            raise UserError(f"prompts.split={split} leaves no prompt of {source}.")
+            raise UserError(
+                f"prompts.split={split} leaves no prompt of {source}. {SPLIT_RULE} Mark some, or drop prompts.split."
+            )
     return prompts if limit is None else take_evenly(prompts, limit)
 
 
 def split_of(prompt_id: str) -> str:
-    """The split of a prompt whose file names none: half and half, the same on every machine."""
+    """The half of a set without marks that a prompt is in, the same on every machine and whatever the set holds."""
     return SPLITS[hashlib.sha256(prompt_id.encode()).digest()[0] % 2]
+
+
+def _with_splits(prompts: Sequence[Prompt], halve: bool) -> list[Prompt]:
+    """Unmarked prompts are for reporting; in a set without any mark they may be halved by id instead."""
+    halve = halve and not any(prompt.split for prompt in prompts)
+    return [
+        prompt if prompt.split else replace(prompt, split=split_of(prompt.prompt_id) if halve else "report")
+        for prompt in prompts
+    ]
 
 
 def check_apart(prompts: Sequence[Prompt], tuned_on: Sequence[str | Path]) -> None:
@@ -237,8 +257,8 @@ def _prompt(entry: dict[str, Any], where: str) -> Prompt:
     if not isinstance(category, str) or not category.strip():
         raise UserError(f"prompts: {where}: category={category!r} is not a text. {FORMAT}")
     prompt_id = _id(entry, turns, where)
-    split = entry.get("split") or split_of(prompt_id)
-    if split not in SPLITS:
+    split = entry.get("split") or ""
+    if split not in ("", *SPLITS):
         raise UserError(f"prompts: {where}: split={split!r} is unknown. Allowed: {', '.join(SPLITS)}.")
     return Prompt(prompt_id, category, turns, split, _reference(entry.get("reference"), where))
 

@@ -75,8 +75,8 @@ def test_spec_bench_lines_keep_their_turns_and_their_first_reference(tmp_path: P
         {"question_id": 82, "category": "qa", "turns": ["Why?"]},
     )
     assert load_prompts(path) == [
-        Prompt("81", "writing", ("Compose.", "Rewrite."), split_of("81"), "x"),
-        Prompt("82", "qa", ("Why?",), split_of("82")),
+        Prompt("81", "writing", ("Compose.", "Rewrite."), reference="x"),
+        Prompt("82", "qa", ("Why?",)),
     ]
 
 
@@ -184,6 +184,30 @@ def test_a_prompt_that_settings_were_chosen_on_cannot_be_reported_on(tmp_path: P
     check_apart(load_prompts("selfspec48"), [f"{both}#tune"])
     with pytest.raises(UserError, match="tuned_on"):
         check_apart(load_prompts("selfspec48"), [both])
+
+
+@pytest.mark.parametrize("ids", [["a"], ["a", "b"], ["a", *map(str, range(40))]], ids=len)
+def test_a_file_without_splits_is_all_for_reporting(ids: list[str], tmp_path: Path):
+    """However few prompts it holds, and whatever is kept of it: by the hash, the first would be for tuning."""
+    assert split_of(ids[0]) == "tune"
+    path = write(tmp_path / "mine.jsonl", *({"id": name, "prompt": f"text {name}"} for name in ids))
+    for config in ({}, {"limit": 1}, {"categories": ["default"]}):
+        found = prompts_from_config({"path": str(path), **config})
+        assert found and {prompt.split for prompt in found} == {"report"}
+
+
+def test_in_a_file_with_some_splits_the_other_prompts_are_for_reporting(tmp_path: Path):
+    assert split_of("a") == "tune"
+    path = write(tmp_path / "mine.jsonl", {"id": "b", "prompt": "B", "split": "tune"}, {"id": "a", "prompt": "A"})
+    for split, kept in (("tune", ["b"]), ("report", ["a"])):
+        assert [prompt.prompt_id for prompt in load_prompts(path, split=split)] == kept
+    assert [prompt.split for prompt in load_prompts(path)] == ["tune", "report"]
+
+
+def test_a_half_of_a_small_file_that_is_empty_says_how_to_fill_it(tmp_path: Path):
+    path = write(tmp_path / "one.jsonl", {"id": "a", "prompt": "A"})
+    with pytest.raises(UserError, match=r"leaves no prompt of one\.jsonl.*by a hash of the ids.*Mark some"):
+        load_prompts(path, split="report")
 
 
 def test_a_file_without_splits_is_halved_by_id_the_same_way_everywhere(tmp_path: Path):
