@@ -7,6 +7,10 @@ oneDNN's blocked layout streams two to three times faster, and stays nearly as f
 verification needs. torch reaches that layout through `torch.ops.mkldnn._linear_pointwise`, which Inductor uses and
 which is private: so every use is here, is checked against `F.linear` when a weight is packed, and falls back to it.
 
+oneDNN chooses the layout for a number of tokens that it is told. Told one token in float32, it leaves the weight
+row-major, and a pass over two tokens then costs twice one over a single token (`experiments/LOG.md`); told a number
+above one, it blocks it, which is as fast for one token and up to twice as fast for more. In bfloat16 it always blocks.
+
 Cost: packing copies the weight; drop the original if memory matters (`selfspec.target.fused` does, layer by layer).
 """
 
@@ -17,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
+PACKED_FOR_TOKENS = {torch.float32: 16, torch.bfloat16: 1}  # what oneDNN is told that a pass will hold
 
 
 def packing_available(dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,7 +44,8 @@ class PackedLinear:
         self.weight_OI = weight_OI.detach()
         self.packed = False
         try:
-            packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight_OI.contiguous(), 1)
+            num_tokens = PACKED_FOR_TOKENS.get(weight_OI.dtype, 1)
+            packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight_OI.contiguous(), num_tokens)
             self._linear = torch.ops.mkldnn._linear_pointwise.default
             self._linear_add = torch.ops.mkldnn._linear_pointwise.binary
             _check(self, packed, weight_OI)

@@ -51,6 +51,24 @@ def test_fused_targets_generate_the_same_tokens_whatever_the_drafter(family):
         assert [output.token_ids for output in outputs] == expected
 
 
+@pytest.mark.skipif(not packing_available(torch.float32, CPU), reason="this torch has no packed products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_weight_is_blocked_and_no_pass_reorders_it_again(dtype, capfd):
+    """A row-major weight (`ab`) costs two tokens twice what one costs: oneDNN's own log tells the layout."""
+    if not packing_available(dtype, CPU):
+        pytest.skip(f"no packed {dtype} product on this machine")
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        linear = PackedLinear(torch.randn(256, 128).to(dtype), None)
+        for tokens in (1, 2, 9):
+            linear(torch.randn(1, tokens, 128).to(dtype))
+    lines = [line.split(",") for line in capfd.readouterr().out.splitlines() if ",exec,cpu," in line]
+    products = [line for line in lines if "inner_product" in line]
+    layouts = {part for line in products for part in " ".join(line).split() if part.startswith("wei:")}
+    assert products and not any("ab::" in layout.replace("blocked:", "") for layout in layouts), layouts
+    reorders = [line for line in lines if "reorder" in line]
+    assert len(reorders) <= 1, reorders  # when it was packed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)])
 def test_a_packed_linear_is_a_linear_with_its_residual(dtype, bias):
