@@ -41,6 +41,7 @@ from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, wr
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
 from selfspec.report.tables import comparison_table
+from selfspec.target.fastest import fastest_dtype
 from selfspec.target.loading import choose_device, choose_dtype
 from selfspec.tracking import Tracker, log_result, tracker_from_config
 
@@ -82,10 +83,13 @@ def settle_runtime(config: GenerateConfig) -> None:
     if config.runtime.tensor_parallel > 1 and not torch.distributed.is_initialized():
         raise UserError("runtime.tensor_parallel is for compare.py and generate.py. Leave it at 1 here.")
     device = choose_device(config.runtime.device)
-    config.runtime.dtype = str(choose_dtype(config.runtime.dtype, device)).removeprefix("torch.")
-    config.runtime.device = str(device)
     if config.runtime.num_threads is not None:
         torch.set_num_threads(config.runtime.num_threads)
+    if config.runtime.dtype == "fastest":
+        config.runtime.dtype_reason = fastest_dtype(device).reason
+        Console(stderr=True).print(f"runtime.dtype=fastest is {config.runtime.dtype_reason}", soft_wrap=True)
+    config.runtime.dtype = str(choose_dtype(config.runtime.dtype, device)).removeprefix("torch.")
+    config.runtime.device = str(device)
 
 
 def choose_folder(config: CompareConfig) -> Path:

@@ -10,7 +10,7 @@ from selfspec.config.schema import CompareConfig, GenerateConfig, TargetConfig, 
 from selfspec.errors import UserError
 
 TARGET_KINDS = ("smollm2", "hf", "gguf", "random")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", "fastest", "float32", "bfloat16", "float16", "float64")
 CACHES = ("contiguous", "paged")
 ACCEPTANCES = ("auto", "rejection", "coupled", "block", "typical")
 RESERVED_LABELS = ("ar", "ar_again", "hf_generate")  # the baselines that every run measures
@@ -31,6 +31,8 @@ def validate(config: GenerateConfig) -> None:
         )
     at_least("runtime.num_threads", config.runtime.num_threads, 1)
     at_least("runtime.tensor_parallel", config.runtime.tensor_parallel, 1)
+    if config.runtime.tensor_parallel > 1 and config.runtime.dtype == "fastest":
+        raise UserError("runtime.dtype=fastest is timed by every rank for itself. Give float32 or bfloat16.")
     if config.runtime.tensor_parallel > 1 and ":" in device:
         raise UserError(f"runtime.device={device!r} is one device, and every rank takes its own. Use cuda or auto.")
     at_least("max_new_tokens", config.max_new_tokens, 1)

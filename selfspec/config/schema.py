@@ -69,10 +69,13 @@ class MeasureConfig:
 
 @dataclass
 class RuntimeConfig:
-    """Where and in which precision. `auto`: a CUDA device in bfloat16 if there is one, else CPU in float32."""
+    """Where and in which precision. `auto`: a CUDA device in bfloat16 if there is one, else CPU in float32; dtype
+    `fastest`: on a CPU what it decodes faster in.
+    """
 
     device: str = "auto"
     dtype: str = "auto"
+    dtype_reason: str | None = None  # not to be given: what `fastest` was decided by
     num_threads: int | None = None  # null: as torch chooses
     cache: str = "contiguous"  # or "paged": blocks, shared by rows with a common prefix; the same tokens
     tensor_parallel: int = 1  # processes that share the target, as many as torchrun starts; compare.py and generate.py

@@ -24,6 +24,7 @@ from selfspec.errors import UserError
 from selfspec.target.adapters import merge_adapter
 from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.families import FAMILIES
+from selfspec.target.fastest import fastest_dtype
 from selfspec.target.fetch import convert_gguf, fetch_smollm2
 from selfspec.target.fused import FUSABLE, fuse
 from selfspec.target.stack import Target
@@ -52,7 +53,8 @@ def load_target(
     adapter: a folder with a LoRA adapter, merged into the weights (`selfspec.target.adapters`). The result is another
     target than its base: what is lossless is so with respect to it.
 
-    dtype "auto": bfloat16 on CUDA, float32 on CPU. fused None: packed, fused layers where they are to be had (see
+    dtype "auto": bfloat16 on CUDA, float32 on CPU; "fastest": what decodes faster here
+    (`selfspec.target.fastest`). fused None: packed, fused layers where they are to be had (see
     `selfspec.target.fused`); False: transformers' own layers. Raises UserError naming what exists when nothing by
     that name does.
 
@@ -126,8 +128,10 @@ def choose_device(device: str) -> torch.device:
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == "fastest":
+        return fastest_dtype(device).dtype
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype!r} is unknown. {allowed(dtype, ['auto', *DTYPES])}")
+        raise UserError(f"dtype={dtype!r} is unknown. {allowed(dtype, ['auto', 'fastest', *DTYPES])}")
     if dtype == "float16" and device.type == "cpu":
         raise UserError("dtype='float16' on a CPU is slow and overflows. Allowed on cpu: float32, bfloat16, float64.")
     return DTYPES[dtype]
