@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from selfspec.errors import UserError
 from selfspec.target import Target
+from selfspec.target.fastest import fastest_product
 from selfspec.training.batches import Batches
 from selfspec.training.beginning import begin_with
 from selfspec.training.card import SUMMARY, write_card
@@ -67,6 +68,7 @@ def train_draft(
     def progress(text: str) -> None:
         report({"doing": text})
 
+    config = with_autocast(config, target.device, processes, progress)
     features = None
     with processes.first_alone():
         layers = trainee.feature_layers
@@ -93,7 +95,7 @@ def train_draft(
     def validate(everything: bool) -> dict[str, Any]:
         batches = all_held_out if everything else some_held_out
         greedy = {i for i, sample in enumerate(batches.samples) if sample.temperature == 0}
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=config.autocast):
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=bool(config.autocast)):
             return trainee.validate(batches.once(), greedy).summary()
 
     summary = train(trainee, train_batches, validate, config, folder, run_key, report, processes)
@@ -105,6 +107,17 @@ def train_draft(
         for name in (STATE, BEST):
             (folder / name).unlink(missing_ok=True)
     return summary
+
+
+def with_autocast(
+    config: TrainConfig, device: torch.device, processes: Processes, progress: Callable[[str], None]
+) -> TrainConfig:
+    """`autocast` settled where it was left open: one answer for all processes, by the first one's time."""
+    if config.autocast is not None:
+        return config
+    choice = fastest_product(device)
+    progress(f"products in {choice.reason}")
+    return replace(config, autocast=processes.decided_by_first(choice.dtype == torch.bfloat16, device))
 
 
 def _finished(folder: Path, run_key: str) -> dict[str, Any] | None:

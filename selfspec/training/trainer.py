@@ -48,7 +48,7 @@ class TrainConfig:
     loss: str = "ce"  # one of selfspec.training.losses.LOSSES
     optimizer: str = "adamw"  # or muon, for the matrices inside the network
     accumulate: int = 1  # batches a step, shared by the processes there are
-    autocast: bool = True  # bfloat16 products; weights and moments stay float32
+    autocast: bool | None = None  # bfloat16 products, weights and moments in float32; None: where that is faster
     num_kept: int = 32  # target tokens kept per position
     seed: int = 0
     log_every: int = 10
@@ -94,6 +94,7 @@ def train(
     device = next(iter(named.values())).device
     optimizers = optimizers_for(trainee.module, config)
     objective = head_loss_named(config.loss)
+    parameters, autocast = list(named.values()), bool(config.autocast)
     with processes.first_alone():
         if processes.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,8 +108,8 @@ def train(
         batches = [train_batches.at(at.step * config.accumulate + share) for share in shares]
         if isinstance(trainee, Scheduled):
             trainee.at_step(at.step, config.steps)
-        loss, num_supervised = _gradients(trainee, batches, objective, list(named.values()), config.autocast, processes)
-        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), config.clip_norm)
+        loss, num_supervised = _gradients(trainee, batches, objective, parameters, autocast, processes)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip_norm)
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
             raise UserError(
                 f"Training diverged at step {at.step}: loss {float(loss)}, gradient norm {float(norm)}. The last "
