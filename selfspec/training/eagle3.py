@@ -1,9 +1,8 @@
 """Training EAGLE-3's head: soft labels of the target on a reduced vocabulary, unrolled over `num_steps` drafts.
 
 Alignment (the trap of published code): position p reads features of p and token p+1, and is labelled with the target's
-distribution after token p+1. The first round of an answer starts at p = prompt − 2, whose label is the distribution of
-the first answer token: it is supervised, positions before it are not. Step j is labelled with the distribution after
-p+1+j, where that is still inside the answer. Tokens are the text's own (teacher-forced), hidden states the head's own.
+distribution after token p+1, step j with that after p+1+j; `selfspec.training.rounds` says where rounds begin. Tokens
+are the text's own (teacher-forced), hidden states the head's own.
 
 Loss: Σ_j decay^j × the loss of step j (`selfspec.training.losses`), p renormalised on the draft vocabulary.
 
@@ -31,6 +30,7 @@ from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import TRAINABLE, LayerRunner, reduced_head
+from selfspec.training.rounds import Slots, slots_of, starts_of
 from selfspec.training.trainee import check_options
 from selfspec.training.unrolled import (
     ChainLoss,
@@ -111,15 +111,17 @@ class Eagle3Trainee:
     def unrollable(self) -> UnrolledHead:
         return UnrolledHead(self.head)
 
-    def _states(self, batch: Batch) -> list[Tensor]:
-        """The head's output `[B, T, M]` after each step, at every position."""
+    def _states(self, batch: Batch, slots: Slots) -> list[Tensor]:
+        """The head's output `[B, S, M]` after each step, at these positions."""
         assert batch.features_BTF is not None
         features_BTM = self.head.fc(batch.features_BTF.float())
-        embedded = embedded_steps(self.target, batch, self.options.num_steps)
-        return unroll(self.unrollable, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0])
+        embedded = embedded_steps(self.target, batch, self.options.num_steps, slots)
+        return unroll(self.unrollable, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0], slots)
 
     def _steps(self, batch: Batch) -> list[Step]:
-        return supervised_steps(self._states(batch), batch)
+        starts = starts_of(batch, self.options.num_steps)
+        slots, slot_N = slots_of(starts, batch)
+        return supervised_steps(self._states(batch, slots), starts, slot_N)
 
 
 @dataclass

@@ -1,10 +1,7 @@
 """Training prediction heads (Medusa, Hydra): every head on the target's soft labels, from the same hidden state.
 
-Alignment: a round begins at text position p, the last one the target has run; token p+1 is pending, and head k (from
-0) drafts token p+2+k. It is labelled with the target's distribution after token p+1+k. The first round of an answer
-has p = prompt − 2, so the state right before the last prompt token is supervised and none before it; where p+2+k lies
-behind the answer's end, head k is not. Drafts are conditioned on the text's own tokens (teacher-forced), which for the
-tokens of accepted drafts is exact.
+Alignment: `selfspec.training.rounds`; head k gives draft k. Drafts are conditioned on the text's own tokens
+(teacher-forced), which for the tokens of accepted drafts is exact.
 
 Loss: Σ_k decay^k × the loss of head k (`selfspec.training.losses`), p renormalised on the draft vocabulary. With the
 target's output matrix all heads go through it in one fused call.
@@ -31,6 +28,7 @@ from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import CHUNK, HeadLoss, acceptance, head_loss, restrict
 from selfspec.training.packed import reduced_head
+from selfspec.training.rounds import Starts, starts_of
 from selfspec.training.trainee import check_options
 
 
@@ -48,26 +46,6 @@ class HeadOptions:
     decay: float = 0.8
     draft_vocab: str | None = None
     d_vocab: int | None = None
-
-
-@dataclass(frozen=True)
-class Starts:
-    """Rounds that begin in a batch, one for each supervised position n: its first draft is answer token n."""
-
-    at_N: Tensor  # flat index of p, the last position that the target has run
-    label_KN: Tensor  # the supervised position whose distribution head k drafts from
-    usable_KN: Tensor  # bool: head k's draft still belongs to the answer (and p to the sample)
-
-
-def starts_of(batch: Batch, num_heads: int) -> Starts:
-    """The positions of a sample's answer lie side by side in `flat_N`, so head k's label is k further on."""
-    there_N = batch.weight_N > 0
-    first_N = there_N & (batch.positions_BT.flatten()[batch.flat_N] > 0)
-    last = len(there_N) - 1
-    label_KN = torch.arange(num_heads, device=there_N.device)[:, None] + torch.arange(last + 1, device=there_N.device)
-    inside_KN, label_KN = label_KN <= last, label_KN.clamp(max=last)
-    same_KN = batch.document_N[label_KN] == batch.document_N
-    return Starts((batch.flat_N - 1).clamp(min=0), label_KN, first_N & inside_KN & there_N[label_KN] & same_KN)
 
 
 class HeadsTrainee:

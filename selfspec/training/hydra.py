@@ -16,8 +16,9 @@ from selfspec.drafters.heads import linears
 from selfspec.drafters.hydra import HydraHeads
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.heads import HeadsTrainee, Starts, read_options
+from selfspec.training.heads import HeadsTrainee, read_options
 from selfspec.training.packed import LayerRunner
+from selfspec.training.rounds import Starts
 
 
 def build_hydra(target: Target, options: dict[str, Any]) -> HeadsTrainee:

@@ -13,7 +13,8 @@ from torch import Tensor
 from selfspec.drafters.medusa import MedusaHeads
 from selfspec.target import Target
 from selfspec.training.batches import Batch
-from selfspec.training.heads import HeadsTrainee, Starts, read_options
+from selfspec.training.heads import HeadsTrainee, read_options
+from selfspec.training.rounds import Starts
 
 
 def build_medusa(target: Target, options: dict[str, Any]) -> HeadsTrainee:

@@ -31,6 +31,7 @@ from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import LayerRunner, reduced_head
+from selfspec.training.rounds import Slots, slots_of, starts_of
 from selfspec.training.trainee import check_options
 from selfspec.training.unrolled import (
     ChainLoss,
@@ -97,16 +98,18 @@ class MtpTrainee:
     def _chain(self) -> ChainLoss:
         return ChainLoss(self.mtp.norm, self.head_VM, self.place_V, self.options.num_steps, self.options.decay)
 
-    def _states(self, batch: Batch) -> list[Tensor]:
-        """The layer's output `[B, T, M]` after each step, at every position."""
+    def _states(self, batch: Batch, slots: Slots) -> list[Tensor]:
+        """The layer's output `[B, S, M]` after each step, at these positions."""
         assert batch.features_BTF is not None
-        embedded = embedded_steps(self.target, batch, self.options.num_steps)
+        embedded = embedded_steps(self.target, batch, self.options.num_steps, slots)
         hidden_BTM, seen_BTT = batch.features_BTF.float(), batch.attention_mask()[:, 0]
         window = self.runner.windows[self.copied_layer]
-        return unroll(self.unrollable, hidden_BTM, embedded, batch.positions_BT, seen_BTT, window)
+        return unroll(self.unrollable, hidden_BTM, embedded, batch.positions_BT, seen_BTT, slots, window)
 
     def _steps(self, batch: Batch) -> list[Step]:
-        return supervised_steps(self._states(batch), batch)
+        starts = starts_of(batch, self.options.num_steps)
+        slots, slot_N = slots_of(starts, batch)
+        return supervised_steps(self._states(batch, slots), starts, slot_N)
 
 
 @dataclass

@@ -3,11 +3,14 @@
 Step j at text position p stands for the j-th draft of a round that began at p. It reads the output of step j−1 at the
 same p and the embedding of token p+1+j (the text's own: teacher-forced), sits at rotary position p+j, and attends to
 the step-0 keys up to p, made from true features, and to its own chain's later keys: exactly what a drafter's cache
-holds in that round. So one pass over known text trains all rounds that could begin in it.
+holds in that round. So one pass over known text trains all rounds that could begin in it (`selfspec.training.rounds`).
 
-Memory: one [B, H, T, T] score matrix per step.
+The text's keys and values are wanted at every position; queries, what is behind attention, and all of the later steps
+only where a round begins: prompts, often half of the text, cost a small part of a step each.
 
-Shape letters: B rows, T positions, H heads, G kv heads, D head dim, M width.
+Memory: one [B, H, S, T] score matrix per step.
+
+Shape letters: B rows, T positions, S slots (positions where a round begins), H heads, G kv heads, D head dim, M width.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import CHUNK, HeadLoss, acceptance, restrict
+from selfspec.training.rounds import Slots, Starts
 
 Step = tuple[Tensor, Tensor, Tensor]  # hidden states [N, M] at the supervised positions, those (flat), teacher rows
 
@@ -49,34 +53,38 @@ def unroll(
     embedded: Sequence[Tensor],
     positions_BT: Tensor,
     seen_BTT: Tensor,
+    slots: Slots,
     window: int | None = None,
 ) -> list[Tensor]:
-    """The layer's output `[B, T, M]` after each step, at every position.
+    """The layer's output `[B, S, M]` after each step, at the slots.
 
-    hidden: what step 0 reads; `embedded[j]`: embeddings of the tokens p+1+j; seen: which step-0 keys each query may see
+    hidden: what step 0 reads; embedded: as `embedded_steps` gives them; seen: which step-0 keys each query may see
     (bool), of those at most `window` positions behind the step's own.
     """
-    chain: list[tuple[Tensor, Tensor]] = []  # keys and values of every step so far, one per query head
-    outputs = []
-    for j, embedded_BTM in enumerate(embedded):
-        query, key, value, residual_BTM = layer.enter(embedded_BTM, hidden_BTM, positions_BT + j)
-        repeat = query.shape[2] // key.shape[2]
-        chain.append((key.repeat_interleave(repeat, dim=2), value.repeat_interleave(repeat, dim=2)))
-        first_key, first_value = chain[0]
-        visible_BTT = seen_BTT
+    query, key, value, residual_BTM = layer.enter(embedded[0], hidden_BTM, positions_BT)
+    repeat = query.shape[2] // key.shape[2]
+    query, residual_BSM = slots.of(query), slots.of(residual_BTM)
+    text_key, text_value = key.repeat_interleave(repeat, dim=2), value.repeat_interleave(repeat, dim=2)
+    positions_BS, seen_BST = slots.of(positions_BT), slots.of(seen_BTT)
+    chain: list[tuple[Tensor, Tensor]] = []  # keys and values of the later steps so far, one per query head
+    outputs: list[Tensor] = []
+    for j in range(len(embedded)):
+        if j > 0:
+            query, key, value, residual_BSM = layer.enter(embedded[j], outputs[-1], positions_BS + j)
+            chain.append((key.repeat_interleave(repeat, dim=2), value.repeat_interleave(repeat, dim=2)))
+        visible_BST = seen_BST
         if window is not None:
-            visible_BTT = seen_BTT & (positions_BT[:, :, None] + j - positions_BT[:, None] < window)
-        scores = torch.einsum("bthd,bshd->bhts", query, first_key)
-        scores = scores.masked_fill(~visible_BTT[:, None], -torch.inf)
-        own = [torch.einsum("bthd,bthd->bht", query, k)[..., None] for k, _ in chain[1:]]
+            visible_BST = seen_BST & (positions_BS[:, :, None] + j - positions_BT[:, None] < window)
+        scores = torch.einsum("bshd,bthd->bhst", query, text_key)
+        scores = scores.masked_fill(~visible_BST[:, None], -torch.inf)
+        own = [torch.einsum("bshd,bshd->bhs", query, k)[..., None] for k, _ in chain]
         weights = torch.softmax(torch.cat([scores, *own], -1).float() * layer.head_dim**-0.5, dim=-1)
-        weights = weights.to(first_value.dtype)
+        weights = weights.to(text_value.dtype)
         width = scores.shape[-1]
-        attended = torch.einsum("bhts,bshd->bthd", weights[..., :width], first_value)
-        for i, (_, v) in enumerate(chain[1:]):
+        attended = torch.einsum("bhst,bthd->bshd", weights[..., :width], text_value)
+        for i, (_, v) in enumerate(chain):
             attended = attended + weights[..., width + i].transpose(1, 2)[..., None] * v
-        hidden_BTM = layer.leave(residual_BTM, attended)
-        outputs.append(hidden_BTM)
+        outputs.append(layer.leave(residual_BSM, attended))
     return outputs
 
 
@@ -105,34 +113,23 @@ def draw_weights(module: nn.Module, seed: int) -> None:
                 parameter.mul_(0.5)
 
 
-def embedded_steps(target: Target, batch: Batch, num_steps: int) -> list[Tensor]:
-    """Embeddings of the tokens p+1+j for every step j, in float32."""
+def embedded_steps(target: Target, batch: Batch, num_steps: int, slots: Slots) -> list[Tensor]:
+    """Embeddings of the tokens p+1+j for every step j, in float32: `[B, T, M]` of step 0, `[B, S, M]` of the others."""
+    next_ids_BT = F.pad(batch.token_ids_BT, (0, num_steps))
     with torch.no_grad():
-        return [target.embed(F.pad(batch.token_ids_BT[:, 1 + j :], (0, 1 + j))).float() for j in range(num_steps)]
+        first = target.embed(next_ids_BT[:, 1 : 1 + batch.token_ids_BT.shape[1]]).float()
+        later = [target.embed(next_ids_BT.gather(1, slots.at_BS + 1 + j)).float() for j in range(1, num_steps)]
+    return [first, *later]
 
 
-def supervised_steps(states: Sequence[Tensor], batch: Batch) -> list[Step]:
-    """Of each step's states `[B, T, M]` those that are supervised: a round may begin at p, and its j-th draft is an
+def supervised_steps(states: Sequence[Tensor], starts: Starts, slot_N: Tensor) -> list[Step]:
+    """Of each step's states `[B, S, M]` those that are supervised: a round begins there, and its j-th draft is an
     answer token.
-
-    The label of step j at p is the target's distribution after token p+1+j. A round begins where token p+2 belongs to
-    the answer: the first answer token always comes from the target, so its distribution is the first label.
     """
-    rows, width = batch.token_ids_BT.shape
-    device, num_steps = batch.token_ids_BT.device, len(states)
-    num = int(batch.weight_N.sum())
-    row_of = torch.full((rows * width + num_steps + 1,), -1, device=device)
-    row_of[batch.flat_N[:num]] = torch.arange(num, device=device)
-    document = F.pad(batch.document_BT.flatten(), (0, num_steps + 1), value=-2)
-    everywhere = torch.arange(rows * width, device=device)
-    in_row = everywhere % width
-    starts = row_of[everywhere + 1] >= 0
     steps = []
-    for j, hidden_BTM in enumerate(states):
-        label = everywhere + 1 + j
-        usable = starts & (row_of[label] >= 0) & (document[label] == document[everywhere]) & (in_row + 1 + j < width)
-        at = everywhere[usable]
-        steps.append((hidden_BTM.flatten(0, 1)[at], at, row_of[at + 1 + j]))
+    for hidden_BSM, usable_N, label_N in zip(states, starts.usable_KN, starts.label_KN, strict=True):
+        rounds = usable_N.nonzero()[:, 0]
+        steps.append((hidden_BSM.flatten(0, 1)[slot_N[rounds]], starts.at_N[rounds], label_N[rounds]))
     return steps
 
 

@@ -20,6 +20,7 @@ from selfspec.training.data import Sample
 from selfspec.training.eagle3 import Eagle3Trainee, UnrolledHead, build_eagle3
 from selfspec.training.features import hidden_states
 from selfspec.training.job import train_draft
+from selfspec.training.rounds import SLOTS, Slots, slots_of, starts_of
 from selfspec.training.teacher import distributions
 from selfspec.training.trainer import TrainConfig
 
@@ -37,6 +38,11 @@ def batch_of(target: Target, samples: list[Sample], row_tokens: int, batch_rows:
     teachers = distributions(target, samples, 8)
     batches = Batches(samples, teachers, batch_rows=batch_rows, row_tokens=row_tokens, seed=0, features=features)
     return next(batches.once())
+
+
+def everywhere(batch: Batch) -> Slots:
+    rows, width = batch.token_ids_BT.shape
+    return Slots(torch.arange(width).expand(rows, width))
 
 
 def draft_one_by_one(
@@ -64,7 +70,7 @@ def draft_one_by_one(
 def test_unrolled_training_steps_are_what_drafting_one_by_one_computes(chat_target: Target, trainee: Eagle3Trainee):
     batch = batch_of(chat_target, SAMPLES, row_tokens=80)
     with torch.no_grad():
-        steps = [hidden_BTM[0] for hidden_BTM in trainee._states(batch)]
+        steps = [hidden_BTM[0] for hidden_BTM in trainee._states(batch, everywhere(batch))]
         for document, sample in enumerate(SAMPLES):
             begin = int((batch.document_BT[0] == document).nonzero()[0])
             length = len(sample.token_ids)
@@ -90,6 +96,20 @@ def test_labels_begin_with_the_first_answer_token_and_never_leave_the_sample(
         begin, row = begin + len(sample.token_ids), row + sample.answer_len
     for j, (_, at, rows) in enumerate(trainee._steps(batch)):
         assert list(zip(at.tolist(), rows.tolist(), strict=True)) == expected[j]
+
+
+def test_states_where_rounds_begin_are_those_of_unrolling_everywhere(chat_target: Target, trainee: Eagle3Trainee):
+    """Two rows with different numbers of rounds, the fuller one above a multiple of the slots."""
+    samples = [*SAMPLES, Sample(3, list(range(20, 20 + SLOTS + 12)), 4, 0.0, False)]
+    batch = batch_of(chat_target, samples, row_tokens=SLOTS + 16, batch_rows=2)
+    starts = starts_of(batch, 3)
+    slots, slot_N = slots_of(starts, batch)
+    begun = starts.at_N[starts.usable_KN[0]]
+    assert slots.at_BS.shape == (2, 2 * SLOTS) and len(slot_N[slot_N >= 0].unique()) == len(begun)
+    with torch.no_grad():
+        all_states = trainee._states(batch, everywhere(batch))
+        for (hidden_NM, at, _), hidden_BTM in zip(trainee._steps(batch), all_states, strict=True):
+            torch.testing.assert_close(hidden_NM, hidden_BTM.flatten(0, 1)[at], rtol=1e-5, atol=1e-6)
 
 
 def test_loss_reaches_every_parameter_and_training_lowers_it(
@@ -125,7 +145,7 @@ def test_a_head_begins_as_the_targets_last_layer_on_its_highest_features(chat_ta
         for name in ("q_proj", "k_proj", "v_proj"):
             getattr(trainee.head.layer.self_attn, name).weight[:, : chat_target.width] = 0
         features = batch.features_BTF[..., [*range(32), *range(32), *range(32, 64)]]
-        states = trainee.head.norm(trainee._states(replace(batch, features_BTF=features))[0])
+        states = trainee.head.norm(trainee._states(replace(batch, features_BTF=features), everywhere(batch))[0])
         expected = chat_target.norm(batch.features_BTF[..., 64:].float())
     real = batch.document_BT >= 0
     torch.testing.assert_close(states[real], expected[real], rtol=5e-2, atol=5e-2)  # features are kept in bfloat16

@@ -18,9 +18,10 @@ from selfspec.training.batches import Batch, Batches
 from selfspec.training.data import Sample
 from selfspec.training.draft_vocab import write_draft_vocab
 from selfspec.training.features import hidden_states
-from selfspec.training.heads import HeadsTrainee, starts_of
+from selfspec.training.heads import HeadsTrainee
 from selfspec.training.job import train_draft
 from selfspec.training.losses import coarse_cross_entropy, restrict
+from selfspec.training.rounds import starts_of
 from selfspec.training.teacher import distributions
 from selfspec.training.trainee import build_trainee
 from selfspec.training.trainer import TrainConfig

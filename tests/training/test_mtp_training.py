@@ -18,6 +18,7 @@ from selfspec.training.data import Sample
 from selfspec.training.features import hidden_states
 from selfspec.training.job import train_draft
 from selfspec.training.mtp import MtpTrainee
+from selfspec.training.rounds import Slots
 from selfspec.training.teacher import distributions
 from selfspec.training.trainee import build_trainee
 from selfspec.training.trainer import TrainConfig
@@ -64,7 +65,7 @@ def test_unrolled_training_steps_are_what_drafting_one_by_one_computes(family: s
     assert isinstance(trainee, MtpTrainee)
     batch = batch_of(target)
     assert batch.features_BTF is not None
-    states = trainee._states(batch)
+    states = trainee._states(batch, Slots(torch.arange(batch.token_ids_BT.shape[1])[None]))
     for document, sample in enumerate(SAMPLES):
         begin = int((batch.document_BT[0] == document).nonzero()[0])
         length = len(sample.token_ids)

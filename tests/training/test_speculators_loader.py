@@ -22,6 +22,7 @@ from torch import Tensor
 from selfspec.target import Target, wrap_target
 from selfspec.training.eagle3 import Eagle3Trainee
 from selfspec.training.export.jobs import export_draft
+from selfspec.training.rounds import Slots
 from selfspec.training.unrolled import unroll
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,8 +64,9 @@ def our_logits(target: Target, trainee: Eagle3Trainee, folder: Path) -> list[Ten
     steps = [torch.nn.functional.pad(given["token_ids_T"][j:], (0, j)) for j in range(trainee.options.num_steps)]
     embedded = [target.embed(ids_T)[None].float() for ids_T in steps]
     causal_1TT = torch.ones(1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    slots = Slots(torch.arange(LENGTH)[None])  # everywhere
     features_1TM = trainee.head.fc(given["features_TF"][None])
-    states = unroll(trainee.unrollable, features_1TM, embedded, torch.arange(LENGTH)[None], causal_1TT)
+    states = unroll(trainee.unrollable, features_1TM, embedded, torch.arange(LENGTH)[None], causal_1TT, slots)
     return [trainee.head.lm_head(trainee.head.norm(hidden_1TM[0])) for hidden_1TM in states]
 
 
