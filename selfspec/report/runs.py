@@ -43,13 +43,13 @@ class Measured:
 
 def told_apart(item: Measured, runs: Sequence[Measured]) -> str:
     """What a row says of its run beside rows of others: nothing of the only run, else its name, and the hash with it
-    where another has that name too.
+    where another has that name too. No two runs say the same.
     """
     if len(runs) < 2:
         return ""
-    names = [one.name.rpartition("-")[0] or one.name for one in runs]
-    name = item.name.rpartition("-")[0] or item.name
-    return f" ({name if names.count(name) == 1 else item.name})"
+    names, stems = [one.name for one in runs], [one.name.rpartition("-")[0] for one in runs]
+    stem = item.name.rpartition("-")[0]
+    return f" ({stem if stem and stems.count(stem) == 1 and stem not in names else item.name})"
 
 
 def load_runs(

@@ -21,7 +21,7 @@ from selfspec.errors import UserError
 from selfspec.records import PromptRecord
 from selfspec.report.caption import caption, noise_notes
 from selfspec.report.intervals import CONFIDENCE, RESAMPLES, Floats, holm, resample_counts, sign_flip_p_value
-from selfspec.report.runs import Measured
+from selfspec.report.runs import Measured, told_apart
 from selfspec.report.speedup import log_ratios, paired_times
 from selfspec.report.statistics import BASELINE, BASELINE_AGAIN
 from selfspec.report.tables import Block, Table, mark_notes, method_name
@@ -56,14 +56,13 @@ def candidates(runs: Sequence[Measured], seed: int = 0, resamples: int = RESAMPL
             f"{untimed[0]} was measured with measure.timed=false: its times mean nothing, so no setting of it is the "
             "fastest. Measure it timed, on a quiet machine, or leave it out; format=console shows its acceptance."
         )
-    hashes = [item.run.config_hash for item in runs]
     logs: dict[str, dict[str, float]] = {}
     marks: dict[str, str] = {}
     for item in runs:
-        tag = item.run.config_hash if hashes.count(item.run.config_hash) == 1 else item.name
+        run = told_apart(item, runs)
         for method, stats in item.summary["methods"].items():
             if method not in NOT_CANDIDATES:
-                name = method if len(runs) == 1 else f"{method} ({tag})"
+                name = method + run
                 logs[name] = _log_ratio_by_prompt(item.run.prompts, method)
                 marks[name] = method_name("", stats)
     shared = sorted(set.intersection(*(set(found) for found in logs.values()))) if logs else []

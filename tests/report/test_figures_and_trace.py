@@ -200,13 +200,12 @@ def test_unknown_kind_and_empty_set_are_named():
 
 
 def test_rows_of_several_runs_name_their_run_and_its_hash_only_where_names_meet():
-    def runs(*names: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=name) for name in names]
-
     def labels(*names: str) -> list[str]:
-        return [told_apart(item, runs(*names)) for item in runs(*names)]
+        runs = [SimpleNamespace(name=name) for name in names]
+        return [told_apart(item, runs) for item in runs]
 
     assert labels("paper-0123abcd") == [""]
     assert labels("paper-0123abcd", "paper_t1-4567cdef") == [" (paper)", " (paper_t1)"]
     assert labels("paper-0123abcd", "paper-4567cdef") == [" (paper-0123abcd)", " (paper-4567cdef)"]
     assert labels("here", "there") == [" (here)", " (there)"]
+    assert labels("k-2", "k-2-0123abcd", "k-3") == [" (k-2)", " (k-2-0123abcd)", " (k-3)"]  # a name like another's stem

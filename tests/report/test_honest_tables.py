@@ -133,7 +133,7 @@ def test_two_runs_of_one_name_stay_two(tmp_path: Path):
     runs = load_runs(folders, allow_mixed=True)
     assert [block.label for block in comparison_table(runs).blocks] == ["lab/quick-0123abcd", "home/quick-0123abcd"]
     settings = [row[:2] for row in sweep_table(runs).blocks[0].rows]
-    assert [name for name, _ in settings] == ["exit (home/quick-0123abcd)", "exit (lab/quick-0123abcd)"]
+    assert [name for name, _ in settings] == ["exit (home/quick)", "exit (lab/quick)"]
     files = build_report(folders, "trace", tmp_path / "out", allow_mixed=True)
     assert sorted(file.name for file in files) == ["trace-home_quick-0123abcd.html", "trace-lab_quick-0123abcd.html"]
 

@@ -10,6 +10,7 @@ from made_runs import made_record, made_records, timed_record, write_run
 
 from selfspec.errors import UserError
 from selfspec.report.build import build_report
+from selfspec.report.figures import speedup_figure
 from selfspec.report.quality import exact_number, last_number, rouge_l
 from selfspec.report.runs import load_runs
 from selfspec.report.statistics import summarise
@@ -91,6 +92,23 @@ def test_the_best_setting_comes_first_and_is_said_to_pay_only_if_it_does(tmp_pat
     assert sweep_table(good).notes[0].startswith("Best: k0, which pays")
     luck = load_runs(write_run(tmp_path / "luck-0000000b", settings(random.Random(3))))
     assert "does not clearly pay" in sweep_table(luck).notes[0]
+
+
+def test_a_setting_of_several_runs_is_called_as_in_the_figures(tmp_path):
+    paths = [
+        write_run(tmp_path / f"{name}-{digits}", made_records(4, 1), config_hash=digits)
+        for name, digits in (("k", "0000000a"), ("k", "0000000b"), ("t", "0000000c"))
+    ]
+    runs = load_runs(paths)
+    runs_named = {name.partition(" ")[2] for name in (one.name for one in candidates(runs))}
+    assert runs_named == {"(k-0000000a)", "(k-0000000b)", "(t)"}
+    assert runs_named == {label.partition(" ")[2] for label in speedup_rows(runs)}
+    assert not any("(" in one.name for one in candidates(runs[:1]))
+
+
+def speedup_rows(runs):
+    """The rows of the speedup figure."""
+    return [text.get_text() for text in speedup_figure(runs).axes[0].get_yticklabels()]
 
 
 def test_nothing_to_choose_from_is_an_error(tmp_path):
