@@ -4,7 +4,7 @@ The limits are written down before the first generation, the rest follows from t
 
     c predicted   bytes that one drafted token reads / bytes of one autoregressive step
     c, v          draft seconds per drafted token, verify seconds per round, each / AR's seconds per token
-    S simple      AR's seconds per token / ((draft + verify + other seconds) / committed tokens)
+    S simple      AR's seconds per token / ((draft + verify + other seconds) / committed tokens): measured, in parts
     S model       tau / (K c predicted + 1): tau is measured, verification taken as one AR step
     break-even    the constant alpha at which this K, c and v cost what they bring
     share         bytes per step / AR's seconds per token / the bandwidth at which this machine reads memory

@@ -52,9 +52,9 @@ def cost_table(runs: Sequence[Measured]) -> Table:
             )
     notes += [
         "c, v: seconds per drafted token and per verify pass, in AR steps; c pred: by bytes read. Decode only.",
-        "S simple: AR's ms/token over (draft + verify + other ms) / committed token. S model: τ / (K c pred + 1): "
-        "verification as one AR step. Break-even α: the constant chance of acceptance at which this K costs what it "
-        "brings.",
+        "S simple: AR's ms/token over (draft + verify + other ms) / committed token: measured in parts, no prediction. "
+        "S model: predicted, τ / (K c pred + 1): verification as one AR step. Break-even α: the constant chance of "
+        "acceptance at which this K costs what it brings.",
         *noise_notes(runs),
         *mark_notes(" ".join(row[0] for block in blocks for row in block.rows)),
         f"{DASH} not measured, no model of it, or no α at which it would pay.",

@@ -1,7 +1,8 @@
 """Predicted against measured speedup: does the cost model know what a draft is worth?
 
-Measured: decoding, AR's seconds per token over the method's. `S model` knows the bytes that are read and the measured τ
-(`selfspec.measure.cost_model`), `S simple` the measured draft, verify and other seconds; both are in the run's summary.
+Measured: decoding, AR's seconds per token over the method's. Predicted: `S model` of the run's summary, which knows the
+bytes that are read and the measured τ, and no time (`selfspec.measure.cost_model`). `S simple`, beside it there, is made
+from the measured seconds themselves: it would lie on the diagonal whatever the model is worth, and is not drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from selfspec.report.lookaheads import groups_of
 from selfspec.report.runs import Measured
 from selfspec.report.tables import method_name
 
-Point = tuple[str, float, float | None, float]  # drafter, measured, S model, S simple
+Point = tuple[str, float, float]  # drafter, measured, S model
 
 
 def has_predictions(runs: Sequence[Measured]) -> bool:
@@ -25,7 +26,7 @@ def has_predictions(runs: Sequence[Measured]) -> bool:
 
 
 def predictions(runs: Sequence[Measured]) -> list[Point]:
-    """Every method with a drafter of every run that holds costs."""
+    """Every method of every run that holds costs, where the model predicts it."""
     points = []
     for item in runs:
         costs = ((item.run.summary or {}).get("costs") or {}).get("methods", {})
@@ -35,34 +36,29 @@ def predictions(runs: Sequence[Measured]) -> list[Point]:
             rate = stats["decode_tokens_per_s"]
             if label == item.summary["baseline"] or label not in costs or not rate or not ar_rate:
                 continue
-            own = costs[label]
-            name = method_name(drafter_of.get(label, label), stats)
-            points.append((name, rate / ar_rate, own["speedup_model"], own["speedup_simple"]))
+            predicted = costs[label]["speedup_model"]
+            if predicted is not None:
+                points.append((method_name(drafter_of.get(label, label), stats), rate / ar_rate, predicted))
     return points
 
 
 def predicted_figure(runs: Sequence[Measured]) -> Figure:
-    """A mark per method, one kind of mark per drafter; filled: by bytes, hollow: by the times of the phases."""
+    """A mark per method, one kind of mark per drafter; on the diagonal the prediction is right."""
     points = predictions(runs)
     if not points:
-        raise UserError("no run holds costs, so there is nothing predicted; leave this figure out.")
+        raise UserError("no run holds costs with a prediction, so there is nothing predicted; leave this figure out.")
     names = list(dict.fromkeys(name for name, *_ in points))
     figure, axes = canvas(height_in=4.0 + 0.16 * (len(names) // 4))
     with style.context(["default", STYLE]):
-        values = [value for _, *found in points for value in found if value is not None]
+        values = [value for _, *found in points for value in found]
         low, high = 0.95 * min(values), 1.05 * max(values)
         axes.plot([low, high], [low, high], color="0.4", linewidth=0.8)
         for index, name in enumerate(names):
-            marker, label = MARKERS[index % len(MARKERS)], plain(name)
-            for drafter, measured, model, simple in points:
-                if drafter != name:
-                    continue
-                axes.plot(measured, simple, marker, color="black", markerfacecolor="white", markersize=5)
-                if model is not None:
-                    axes.plot(measured, model, marker, color="0.25", markersize=5)
-            axes.plot([], [], marker, color="0.25", label=label)
+            measured, predicted = zip(*(found for drafter, *found in points if drafter == name), strict=True)
+            marker = MARKERS[index % len(MARKERS)]
+            axes.plot(measured, predicted, marker, color="0.25", markersize=5, label=plain(name))
         axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
         axes.set_xlabel("measured speedup over AR, decoding")
-        axes.set_ylabel("predicted: filled by bytes and τ,\nhollow by the times of the phases")
+        axes.set_ylabel("predicted from bytes and τ")
         figure.legend(loc="outside lower center", ncols=4)
     return figure

@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from selfspec.errors import UserError
 from selfspec.report.build import build_report
 from selfspec.report.figures import all_figures, to_bytes
-from selfspec.report.figures_costs import predictions
+from selfspec.report.figures_costs import predicted_figure, predictions
 from selfspec.report.figures_lookahead import exit_cells, exit_layer_figure, lookahead_figure, oracle_speedup
 from selfspec.report.lookaheads import groups_of, shared_name
 from selfspec.report.oracle import decode_rate, round_costs_s
@@ -161,7 +161,24 @@ def test_predictions_are_the_summarys_and_measured_is_of_decoding(runs):
     costs = json.loads((runs[0].run.path / "summary.json").read_text())["costs"]["methods"]["eagle3_k1"]
     methods = runs[0].summary["methods"]
     ratio = methods["eagle3_k1"]["decode_tokens_per_s"] / methods["ar"]["decode_tokens_per_s"]
-    assert points[0] == ("eagle3", pytest.approx(ratio), costs["speedup_model"], costs["speedup_simple"])
+    assert points[0] == ("eagle3", pytest.approx(ratio), costs["speedup_model"])
+
+
+def test_the_figure_of_predictions_shows_nothing_that_was_made_from_the_time_it_is_compared_with(tmp_path):
+    """`speedup_simple` is the measured speedup again: its marks would all lie on the diagonal, whatever the model."""
+    folder = write_policies(tmp_path / "policies-0123abcd")
+    summary = json.loads((folder / "summary.json").read_text())
+    for label, own in summary["costs"]["methods"].items():
+        own["speedup_model"], own["speedup_simple"] = (None if label.startswith("ngram") else 3.5), 0.5
+    (folder / "summary.json").write_text(json.dumps(summary))
+    runs = load_runs(folder)
+    axes = predicted_figure(runs).axes[0]
+    marks = {line.get_label(): list(line.get_ydata()) for line in axes.lines[1:]}
+    assert marks == {name: [3.5] * len(LOOKAHEADS) for name in DRAFTERS if name != "ngram"}
+    for own in summary["costs"]["methods"].values():
+        own["speedup_model"] = None
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "predicted" not in all_figures(load_runs(folder))
 
 
 def test_figures_keep_to_greys_reach_no_border_and_are_the_same_when_made_again(runs, sweep):
