@@ -9,16 +9,14 @@ target's costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.cache import LayerShape
-from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.draft_layer import DraftLayer, PlainRotary, config_value, own_head
 from selfspec.drafters.draft_layer_chain import ChainDrafter, ChainParts
-from selfspec.drafters.eagle3_head import Eagle3Head, HeadShape
+from selfspec.drafters.eagle3_head import Eagle3Head, read_eagle3
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.fused import RMSNorm
@@ -57,19 +55,11 @@ def parts_of(target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> Ch
 
 
 def build(target: Target, options: Options) -> ChainDrafter:
-    checkpoint = read_checkpoint(options.checkpoint, "eagle3", target)
-    given: Any = config_value(checkpoint, "shape")
-    try:
-        shape = HeadShape(**given)
-    except TypeError as error:
-        raise UserError(f"{checkpoint.folder}/config.json: shape is not an eagle3 head's ({error}).") from error
+    checkpoint, head = read_eagle3(options.checkpoint, target)
     layers = config_value(checkpoint, "feature_layers")
     if len(layers) != 3 or not all(0 <= layer <= target.num_layers for layer in layers):
         raise UserError(
             f"{checkpoint.folder}/config.json: feature_layers={layers} must be three layers from 0 to "
             f"{target.num_layers}."
         )
-    with torch.device("meta"):
-        head = Eagle3Head(shape)
-    load_into(head, checkpoint)
     return ChainDrafter("eagle3", target, tuple(layers), parts_of(target, head, checkpoint.token_ids))

@@ -3,6 +3,10 @@
 At text position p it reads the target's hidden states of three levels at p, joined by `fc`, and the embedding of token
 p+1; it predicts token p+2. In drafting, its own output takes the place of the features it does not have yet.
 
+Its output matrix is its own, or, with own_head=False, the target's behind a trained square matrix: logits are
+`head_VM (head_map norm(hidden))`, which is an own matrix again once the two are multiplied (`read_eagle3`), but a
+fifteenth of the weights to train and to store.
+
 Parameter names are those of the `speculators` format, without the embedding, which is the target's. Only weights are
 here: decoding runs them packed (`selfspec.drafters.eagle3`), training unrolled (`selfspec.training.eagle3`).
 """
@@ -10,11 +14,16 @@ here: decoding runs them packed (`selfspec.drafters.eagle3`), training unrolled 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from selfspec.drafters.draft_layer import TrainedNorm
+from selfspec.drafters.checkpoint import Checkpoint, load_into, read_checkpoint
+from selfspec.drafters.draft_layer import TrainedNorm, config_value
+from selfspec.errors import UserError
+from selfspec.target import Target
 
 
 @dataclass(frozen=True)
@@ -67,16 +76,48 @@ class Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """`fc` of the features once, then any number of steps; logits are `lm_head(norm(hidden))`."""
 
-    def __init__(self, shape: HeadShape) -> None:
+    def __init__(self, shape: HeadShape, own_head: bool = True) -> None:
         super().__init__()
         self.shape = shape
         self.fc = nn.Linear(3 * shape.width, shape.width, bias=False)
         self.layers = nn.ModuleList([Layer(shape)])
         self.norm = TrainedNorm(shape.width, shape.norm_eps)
-        self.lm_head = nn.Linear(shape.width, shape.d_vocab, bias=False)
+        if own_head:
+            self.lm_head = nn.Linear(shape.width, shape.d_vocab, bias=False)
+        else:
+            self.head_map = nn.Linear(shape.width, shape.width, bias=False)
 
     @property
     def layer(self) -> Layer:
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
+
+
+def read_eagle3(path: str | Path, target: Target) -> tuple[Checkpoint, Eagle3Head]:
+    """The draft in the folder, with an output matrix of its own in either case. UserError: none there, or another
+    target's, or weights that do not fit.
+    """
+    checkpoint = read_checkpoint(path, "eagle3", target)
+    own_head, given = checkpoint.config.get("own_head", True), config_value(checkpoint, "shape")
+    try:
+        shape = HeadShape(**given)
+    except TypeError as error:
+        raise UserError(f"{checkpoint.folder}/config.json: shape is not an eagle3 head's ({error}).") from error
+    with torch.device("meta"):
+        head = Eagle3Head(shape, own_head)
+    load_into(head, checkpoint)
+    if not own_head:
+        head.lm_head = through_target(head, target, checkpoint.token_ids)
+        del head.head_map
+    return checkpoint, head
+
+
+def through_target(head: Eagle3Head, target: Target, token_ids_V: Tensor | None) -> nn.Linear:
+    """The target's output matrix, of all tokens or these, times the head's map: `[V, M]`, multiplied in float32."""
+    head_VM = target.head_weight_VM if token_ids_V is None else target.head_weight_VM[token_ids_V]
+    product_VM = head_VM.detach().float() @ head.head_map.weight.float()
+    num_tokens, width = product_VM.shape
+    linear = nn.Linear(width, num_tokens, bias=False, device="meta")
+    linear.weight = nn.Parameter(product_VM.to(head.head_map.weight.dtype), requires_grad=False)
+    return linear

@@ -23,6 +23,7 @@ from selfspec.drafters.kept_layers import KeptLayers
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.fused import RMSNorm
+from selfspec.target.sublayers import without_mlp
 
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
@@ -98,5 +99,7 @@ def build(target: Target, options: Options) -> ExitAdapter:
             f"{target.num_layers} layers."
         )
     parts = blank_parts(target, "exit_adapter")
+    if not checkpoint.config.get("feed_forward", True):  # drafts from before there was a choice have one
+        parts["layer"] = without_mlp(parts["layer"], target.family)
     load_into(parts, checkpoint)
     return ExitAdapter(target, exit_layer, copied, parts, checkpoint.token_ids)

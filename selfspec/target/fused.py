@@ -33,15 +33,14 @@ class FusedLayer:
     """One decoder layer. Holds packed copies of its weights; the module it was made from may be dropped."""
 
     def __init__(self, layer: Any, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_idx: int = attention.layer_idx
         self.scaling: float = attention.scaling
         self.qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = _joined(attention.o_proj)
-        self.gate_up = _joined(mlp.gate_proj, mlp.up_proj)
-        self.down = _joined(mlp.down_proj)
-        self.norm_in, self.norm_mlp = RMSNorm(layer.input_layernorm), RMSNorm(layer.post_attention_layernorm)
+        self.mlp = FusedMLP(layer) if hasattr(layer.mlp, "gate_proj") else None  # a draft's layer may have none
+        self.norm_in = RMSNorm(layer.input_layernorm)
         self.eps: float = layer.input_layernorm.variance_epsilon
         self.norm_q = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
         self.norm_k = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
@@ -49,7 +48,7 @@ class FusedLayer:
     @property
     def nbytes(self) -> int:
         """Packed weights; the norms stay where they are."""
-        return sum(linear.nbytes for linear in (self.qkv, self.out, self.gate_up, self.down))
+        return self.qkv.nbytes + self.out.nbytes + (self.mlp.nbytes if self.mlp else 0)
 
     def __call__(
         self,
@@ -118,7 +117,24 @@ class FusedLayer:
 
     def feed(self, hidden_BTM: Tensor) -> Tensor:
         """The residual with what the MLP adds."""
-        gate_BTI, up_BTI = self.gate_up(self.norm_mlp(hidden_BTM)).chunk(2, -1)
+        return hidden_BTM if self.mlp is None else self.mlp(hidden_BTM)
+
+
+class FusedMLP:
+    """The second half of a layer, with its norm."""
+
+    def __init__(self, layer: Any) -> None:
+        self.gate_up = _joined(layer.mlp.gate_proj, layer.mlp.up_proj)
+        self.down = _joined(layer.mlp.down_proj)
+        self.norm = RMSNorm(layer.post_attention_layernorm)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def __call__(self, hidden_BTM: Tensor) -> Tensor:
+        """The residual with what the MLP adds."""
+        gate_BTI, up_BTI = self.gate_up(self.norm(hidden_BTM)).chunk(2, -1)
         return self.down.plus(F.silu(gate_BTI).mul_(up_BTI), hidden_BTM)
 
 

@@ -52,10 +52,15 @@ def thinned(
         elif no_attention:
             kept.append(_replace(layer, family.attention_parts, SilentAttention()))
         elif no_mlp:
-            kept.append(_replace(layer, family.mlp_parts, Silent()))
+            kept.append(without_mlp(layer, family))
         else:
             kept.append(layer)
     return kept
+
+
+def without_mlp(layer: nn.Module, family: Family) -> nn.Module:
+    """The layer's attention alone, its weights shared with it."""
+    return _replace(layer, family.mlp_parts, Silent())
 
 
 def _replace(layer: nn.Module, parts: Sequence[str], silent: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ Loss: Σ_j decay^j × the loss of step j (`selfspec.training.losses`), p renorma
 
 Start: with init=target the layer begins as the target's last one on its highest features (the half of its doubled input
 that reads the embedding begins small, and `fc` selects), with the target's final norm; the output matrix begins as the
-target's in any case.
+target's in any case, its own or behind a map.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ from selfspec.training.unrolled import (
 
 @dataclass
 class Eagle3Options:
-    """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens."""
+    """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens.
+    own_head: an output matrix of its own, which begins as the target's; else the target's, behind a trained map.
+    """
 
     feature_layers: tuple[int, int, int] | None = None  # null: 2, L/2, L−3, as published
     intermediate_size: int | None = None  # null: the target's
     num_steps: int = 3
+    own_head: bool = True
     decay: float = 0.8
     init: str | None = None  # target | random; null: target where it has a layer of this kind
     draft_vocab: str | None = None
@@ -64,7 +67,7 @@ class Eagle3Trainee:
         layers = options.feature_layers or (2, target.num_layers // 2, target.num_layers - 3)
         self.feature_layers: tuple[int, ...] = tuple(layers)
         self.num_positions = options.num_steps
-        head_VM, self.place_V = reduced_head(target, token_ids)
+        self.head_VM, self.place_V = reduced_head(target, token_ids)
         config, shape = target.config, target.layer_shapes[0]
         rope = getattr(config, "rope_parameters", None) or {}
         self.head = Eagle3Head(
@@ -78,12 +81,16 @@ class Eagle3Trainee:
                 head_dim=shape.head_dim,
                 rope_theta=float(rope.get("rope_theta", 10000.0)),
                 norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-                d_vocab=len(head_VM),
-            )
+                d_vocab=len(self.head_VM),
+            ),
+            options.own_head,
         )
         draw_weights(self.head, options.seed)
         with torch.no_grad():
-            self.head.lm_head.weight.copy_(head_VM.cpu())
+            if options.own_head:
+                self.head.lm_head.weight.copy_(self.head_VM.cpu())
+            else:
+                self.head.head_map.weight.copy_(torch.eye(target.width))
         if options.init != "random" and can_begin_as_target(target, self.head, options.init):
             begin_as_target(self.head, LayerRunner(target), target.num_layers - 1)
         self.module: nn.Module = self.head
@@ -100,12 +107,16 @@ class Eagle3Trainee:
             "feature_layers": list(self.feature_layers),
             "shape": asdict(self.head.shape),
             "num_steps": self.options.num_steps,
+            "own_head": self.options.own_head,
         }
         write_draft(folder, config, self.module, self.token_ids, self.target)
 
     def _chain(self) -> ChainLoss:
         head, options = self.head, self.options
-        return ChainLoss(head.norm, head.lm_head.weight, self.place_V, options.num_steps, options.decay)
+        if options.own_head:
+            return ChainLoss(head.norm, head.lm_head.weight, self.place_V, options.num_steps, options.decay)
+        mapped = nn.Sequential(head.norm, head.head_map)
+        return ChainLoss(mapped, self.head_VM, self.place_V, options.num_steps, options.decay)
 
     @property
     def unrollable(self) -> UnrolledHead:

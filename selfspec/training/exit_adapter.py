@@ -1,9 +1,9 @@
 """Kangaroo's draft (Liu et al. 2024, arXiv 2404.18911): the target's frozen layers [0, E), one trained layer, a norm,
 and the target's own frozen head, on a reduced draft vocabulary if wanted.
 
-The trained layer is of the target's own kind and begins as a copy of its last layer (Kangaroo trains attention alone;
-with one layer in thirty the feed-forward part costs little and is what turns features into words). Everything drafted
-is conditioned on the text only, so teacher-forced validation is exact.
+The trained layer is of the target's own kind and begins as a copy of its last layer. With feed_forward=false it is
+attention alone, as Kangaroo's: a quarter of the weights. Everything drafted is conditioned on the text only, so
+teacher-forced validation is exact.
 
 Checkpoint: config.json (exit layer, which layer was copied, the target's fingerprint) and model.safetensors:
 `layer.*` in the family's own names, `norm.weight`, and `token_ids` of a reduced vocabulary.
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from selfspec.errors import UserError
 from selfspec.target import Target
+from selfspec.target.sublayers import without_mlp
 from selfspec.training.batches import Batch
 from selfspec.training.draft_folder import write_draft
 from selfspec.training.draft_vocab import draft_vocabulary
@@ -35,6 +36,7 @@ class ExitAdapterShape:
     """draft_vocab: a file made by make_data.py, of which the first d_vocab ids can be drafted; null: all tokens."""
 
     exit_layer: int = 6
+    feed_forward: bool = True
     draft_vocab: str | None = None
     d_vocab: int | None = None
 
@@ -45,8 +47,10 @@ class ExitAdapterTrainee:
         self.feature_layers: tuple[int, ...] = (shape.exit_layer,)
         self.copied_layer = target.num_layers - 1
         self.runner = LayerRunner(target)
-        parts = {"layer": self.runner.copy_layer(self.copied_layer), "norm": self.runner.copy_norm()}
-        self.module: nn.Module = nn.ModuleDict(parts)
+        layer = self.runner.copy_layer(self.copied_layer)
+        if not shape.feed_forward:
+            layer = without_mlp(layer, target.family)
+        self.module: nn.Module = nn.ModuleDict({"layer": layer, "norm": self.runner.copy_norm()})
         self.token_ids = token_ids
         self.head_VM, self.place_V = reduced_head(target, token_ids)
 
@@ -64,6 +68,7 @@ class ExitAdapterTrainee:
             "kind": "exit_adapter",
             "exit_layer": self.shape.exit_layer,
             "copied_layer": self.copied_layer,
+            "feed_forward": self.shape.feed_forward,
         }
         write_draft(folder, config, self.module, self.token_ids, self.target)
 

@@ -30,6 +30,7 @@ FEW = 7  # tokens in all, so that a random draft is often right
 DRAFTS = {
     "eagle3": ("eagle3", EAGLE3, None),
     "eagle3_reduced": ("eagle3", EAGLE3, 4),
+    "eagle3_through_the_targets_head": ("eagle3", {**EAGLE3, "own_head": False}, 4),
     "mtp": ("mtp", {"num_steps": 2}, None),
     "mtp_reduced": ("mtp", {"num_steps": 2}, 4),
 }
@@ -62,8 +63,13 @@ def from_scratch(target, trainee, context: list[int], num_drafted: int) -> list[
     norm = trainee.head.norm if own else trainee.mtp.norm
     reduced = trainee.token_ids is not None
 
+    def trained_logits(normed: Tensor) -> Tensor:
+        if trainee.options.own_head:
+            return trainee.head.lm_head(normed)
+        return trainee.head.head_map(normed) @ target.head_weight_VM[trainee.token_ids].T
+
     def logits_of(hidden: Tensor) -> Tensor:
-        logits = trainee.head.lm_head(norm(hidden)) if own else target.unembed(norm(hidden))
+        logits = trained_logits(norm(hidden)) if own else target.unembed(norm(hidden))
         if not reduced:
             return logits
         spread = torch.full((1, 1, target.vocab_size), -torch.inf)
@@ -217,7 +223,9 @@ def test_its_memory_is_foretold(target, draft):
     assert state == rows.draft_state.cache.kv_bytes + rows.draft_state.output_BM.nbytes
     trainee = draft[0]
     kept = sum(p.nbytes for p in trainee.module.parameters() if p.dim() == 2)
-    if not isinstance(trainee, Eagle3Trainee) and trainee.token_ids is not None:
+    if isinstance(trainee, Eagle3Trainee) and not trainee.options.own_head:
+        kept += 4 * target.width * 4 - trainee.head.head_map.weight.nbytes  # multiplied when it was read
+    elif not isinstance(trainee, Eagle3Trainee) and trainee.token_ids is not None:
         kept += 4 * target.width * 4  # of the target's head
     assert weights == kept
 

@@ -19,11 +19,17 @@ def target():
     return wrap_target(tiny_llama(vocab_size=FEW), name="tiny")
 
 
-@pytest.fixture(scope="module", params=[None, 4], ids=["all_tokens", "reduced"])
+@pytest.fixture(
+    scope="module",
+    params=[(None, True), (4, True), (None, False)],
+    ids=["all_tokens", "reduced", "attention_alone"],
+)
 def draft(request, target, tmp_path_factory):
     """Trainee and drafter of the same weights."""
     folder = tmp_path_factory.mktemp("exit_adapter")
-    trainee = random_trainee("exit_adapter", target, folder, d_vocab=request.param, exit_layer=EXIT)
+    trainee = random_trainee(
+        "exit_adapter", target, folder, d_vocab=request.param[0], exit_layer=EXIT, feed_forward=request.param[1]
+    )
     trainee.save(folder)
     return trainee, load_drafter(folder, target)
 

@@ -112,9 +112,12 @@ def test_states_where_rounds_begin_are_those_of_unrolling_everywhere(chat_target
             torch.testing.assert_close(hidden_NM, hidden_BTM.flatten(0, 1)[at], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("own_head", [True, False])
 def test_loss_reaches_every_parameter_and_training_lowers_it(
-    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, trainee: Eagle3Trainee
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, own_head: bool
 ):
+    options = {**OPTIONS, "own_head": own_head}
+    trainee = build_eagle3(chat_target, options)
     trainee.loss(batch_of(chat_target, SAMPLES, row_tokens=80)).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trainee.module.parameters())
     config = TrainConfig(
@@ -129,7 +132,7 @@ def test_loss_reaches_every_parameter_and_training_lowers_it(
         validate_every=15,
         checkpoint_every=15,
     )
-    summary = train_draft(chat_target, "eagle3", OPTIONS, config, data_folder(), tmp_path / "o", "c", lambda _: None)
+    summary = train_draft(chat_target, "eagle3", options, config, data_folder(), tmp_path / "o", "c", lambda _: None)
     log = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in log if "loss" in record]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])

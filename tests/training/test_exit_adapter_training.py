@@ -69,13 +69,15 @@ def test_an_untrained_adapter_at_the_last_layer_is_the_target(chat_target: Targe
     assert summary["greedy_agreement"] > 0.9
 
 
+@pytest.mark.parametrize("feed_forward", [True, False])
 def test_training_changes_the_adapter_alone_and_saves_it(
-    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path
+    chat_target: Target, data_folder: Callable[..., Path], tmp_path: Path, feed_forward: bool
 ):
     data = data_folder()
     count_draft_vocab(chat_target, data, tmp_path / "vocab.safetensors", num_kept=8)
     before = {name: p.clone() for name, p in chat_target.hf_model.named_parameters()}
     options = {"exit_layer": 1, "draft_vocab": str(tmp_path / "vocab.safetensors"), "d_vocab": 60}
+    options |= {"feed_forward": feed_forward}
     train_draft(chat_target, "exit_adapter", options, CONFIG, data, tmp_path / "o", "c", lambda _: None)
     assert all(torch.equal(before[name], p) for name, p in chat_target.hf_model.named_parameters())
     log = [json.loads(line) for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
@@ -84,6 +86,8 @@ def test_training_changes_the_adapter_alone_and_saves_it(
     weights = load_file(tmp_path / "o" / "model.safetensors")
     assert weights["token_ids"].shape == (60,) and 257 in weights["token_ids"]
     names = {name for name, _ in chat_target.hf_model.model.layers[0].named_parameters()}
+    if not feed_forward:
+        names = {name for name in names if not name.startswith(("mlp.", "post_attention_layernorm."))}
     assert set(weights) == {f"layer.{name}" for name in names} | {"norm.weight", "token_ids"}
     config = json.loads((tmp_path / "o" / "config.json").read_text())
     assert (config["kind"], config["exit_layer"], config["d_vocab"]) == ("exit_adapter", 1, 60)

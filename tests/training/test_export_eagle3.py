@@ -67,6 +67,18 @@ def test_draft_ids_are_offsets_to_target_ids_and_a_mask_that_agree_row_by_row(
         assert torch.equal(tensors["lm_head.weight"][row].float(), own)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_head_behind_a_map_is_exported_as_the_own_head_that_it_is(target: Target, tmp_path: Path, format: str):
+    trainee = eagle3_draft(target, tmp_path / "draft", own_head=False)
+    export_draft(target, str(tmp_path / "draft"), format, str(tmp_path / "out"), HUB_ID)
+    _, tensors = read(tmp_path / "out")
+    product = target.head_weight_VM[sorted(RANKED)].detach() @ trainee.head.head_map.weight.detach()
+    assert torch.equal(tensors["lm_head.weight"], product.bfloat16()) and "head_map.weight" not in tensors
+    import_draft(target, str(tmp_path / "out"), str(tmp_path / "back"))
+    _, back = read(tmp_path / "back")
+    assert torch.equal(back["lm_head.weight"], product.bfloat16())
+
+
 def test_every_flag_of_the_nested_configuration_is_written(target: Target, tmp_path: Path):
     eagle3_draft(target, tmp_path / "draft")
     export_draft(target, str(tmp_path / "draft"), "speculators", str(tmp_path / "out"), HUB_ID)

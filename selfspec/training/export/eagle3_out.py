@@ -17,14 +17,15 @@ Two layouts. `speculators`: a nested configuration and tensors named as ours; `m
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from selfspec.drafters.checkpoint import Checkpoint, load_into, read_checkpoint
-from selfspec.drafters.eagle3_head import Eagle3Head, HeadShape
+from selfspec.drafters.checkpoint import Checkpoint
+from selfspec.drafters.eagle3_head import HeadShape, read_eagle3
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.export.folders import new_folder, write_into
@@ -119,18 +120,15 @@ def check_embedding(target: Target) -> None:
 
 
 def _read(path: str | Path, target: Target) -> tuple[Checkpoint, HeadShape]:
+    """The draft, its output matrix among its weights also where it is the target's behind a map."""
     assert target.dtype != torch.float16, "the draft is read in the target's dtype, and float16 would not hold it"
     check_embedding(target)
-    draft = read_checkpoint(path, "eagle3", target)
+    draft, head = read_eagle3(path, target)
     try:
-        shape = HeadShape(**draft.config["shape"])
         int(draft.config["num_steps"])
-        with torch.device("meta"):
-            head = Eagle3Head(shape)
     except (KeyError, TypeError) as error:
         raise UserError(f"{draft.folder / 'config.json'} is not that of an eagle3 draft: {error!r}.") from error
-    load_into(head, draft)
-    return draft, shape
+    return replace(draft, weights=head.state_dict()), head.shape
 
 
 def _feature_layers(draft: Checkpoint, target: Target, first: int) -> list[int]:
