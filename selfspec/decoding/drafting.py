@@ -18,6 +18,7 @@ from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.drafters.base import Draft
 from selfspec.lookahead import Plan, Stopping
+from selfspec.sampling import faults
 
 
 class Drafting:
@@ -31,6 +32,7 @@ class Drafting:
         self.num_steps = 0
         self._rows, self._sampler, self._stopping = rows, sampler, stopping
         self._q: list[Tensor] = []
+        self._top: list[Tensor] = []  # the largest logit of each step, where no q is made
         self._goes_on_B = rows.active_B
         self._num_drafted_B = torch.zeros_like(rows.lengths_B)
 
@@ -55,6 +57,8 @@ class Drafting:
         drawn = self._sampler.draw(self._rows, self.num_steps, logits_BV)
         if drawn.q_BV is not None:
             self._q.append(drawn.q_BV)
+        if drawn.top_B is not None:
+            self._top.append(drawn.top_B)
         if self._stopping is not None:
             self._num_drafted_B = self._num_drafted_B + self._goes_on_B
             self._goes_on_B = self._goes_on_B & self._stopping.goes_on(
@@ -70,4 +74,6 @@ class Drafting:
             drafted_B = torch.full_like(self._rows.lengths_B, self.num_steps)
         q_BKV = torch.stack(self._q, 1) if self._q else None
         self._q.clear()  # it would be in memory twice
-        return Draft(self._rows.window(1, self.num_steps), drafted_B, q_BKV, hidden_BTM, first_layer)
+        broken_BK = faults.broken(torch.stack(self._top, 1)) if self._top else None
+        drafted_BK = self._rows.window(1, self.num_steps)
+        return Draft(drafted_BK, drafted_B, q_BKV, hidden_BTM, first_layer, broken_BK=broken_BK)

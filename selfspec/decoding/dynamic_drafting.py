@@ -50,6 +50,7 @@ class DynamicTreeDrafting:
         self._log_q: list[Tensor] = []  # of each below its parent, where it is to be recorded
         self._scores: list[Tensor] = []  # of their paths
         self._chosen: list[Tensor] = []  # [B, n]: which candidates of a level were expanded
+        self._broken: list[Tensor] = []  # [B, n]: of the expanded nodes
         self._own_scores_Bn = torch.zeros(rows.num_rows, 1, device=rows.device)  # of this level's expanded nodes
         self._seen_BXP = self._tables.slots_PP[:1].expand(rows.num_rows, -1, -1)  # of all slots so far
         self._selection: Selection | None = None
@@ -92,6 +93,7 @@ class DynamicTreeDrafting:
         logits_BnV = self._sampler.transform_level(rows, self._seen_BXP[:, nodes], logits_BnV)
         children, log_BnC = self._sampler.rank_children(rows, logits_BnV, growth.top_k, self._level)
         scores_BnC = self._own_scores_Bn[..., None] + log_BnC
+        self._broken.append(children.broken_Bn.expand(scores_BnC.shape[:2]))
         self._tokens.append(children.tokens_BnC.expand(scores_BnC.shape).flatten(1))
         self._scores.append(scores_BnC.flatten(1))
         if children.log_q_BnC is not None:
@@ -157,9 +159,11 @@ class DynamicTreeDrafting:
         children_BNC = children_BZ[:, :-1].unflatten(1, (num_nodes, most))
         tokens_BN = torch.cat([self._rows.window(0, 1), tokens_BM], 1)
         log_q_BN = F.pad(torch.cat(self._log_q, 1).gather(1, selected_BM), (1, 0)) if self._log_q else None
-        self._selection = Selection(
-            Tree(tokens_BN, children_BNC, self.growth.depth, None, log_q_BN), layout, expanded_BM
-        )
+        broken_BX = torch.cat(self._broken, 1)
+        broken_BM = broken_BX.gather(1, expanded_slots_BM) & expanded_BM
+        broken_BN = torch.cat([broken_BX[:, :1], broken_BM], 1)
+        tree = Tree(tokens_BN, children_BNC, self.growth.depth, None, log_q_BN, broken_BN)
+        self._selection = Selection(tree, layout, expanded_BM)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ p and q pass through the same transforms object, so they cannot come to differ b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from selfspec.decoding.processors import GuardedProcessors
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.tree_layout import TreeLayout
 from selfspec.drafters.base import Draft
-from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict
+from selfspec.sampling import NoiseKey, Prefix, Rule, Verdict, faults
 from selfspec.sampling.acceptance.tree import Children, Tree, TreeVerdict
 from selfspec.sampling.acceptance.tree_rules import TreeRule
 
@@ -31,11 +31,14 @@ class LogitsTransform(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """One drafted token per row, q `[B, V]` where the rule makes it, and the transformed logits."""
+    """One drafted token per row, q `[B, V]` where the rule makes it, and the transformed logits; the largest of them
+    where there is no q, which would show what is wrong with them.
+    """
 
     token_B: Tensor
     q_BV: Tensor | None
     logits_BV: Tensor
+    top_B: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Sampler:
         transformed_BV = self.transforms(logits_BV[:, None], self._prefix(rows, step, 1))[:, 0]
         token_B, q_BV = self.rule.draw(transformed_BV, self._noise(rows, step))
         rows.propose(step, token_B[:, None])
-        return Drawn(token_B, q_BV, transformed_BV)
+        top_B = transformed_BV.gather(1, token_B[:, None])[:, 0] if q_BV is None else None  # NaN counts as the largest
+        return Drawn(token_B, q_BV, transformed_BV, top_B)
 
     def transform_level(self, rows: Rows, seen_RnP: Tensor, logits_BnV: Tensor) -> Tensor:
         """A drafter's own logits at nodes that see these slots -> transformed ones. `[B, 1, V]`, the same at all nodes,
@@ -113,7 +117,14 @@ class Sampler:
 
     def accept(self, rows: Rows, draft: Draft, logits_BTV: Tensor) -> Verdict:
         """The logits of p at the pending and the drafted tokens -> what is accepted and what follows."""
-        return self.rule.accept(draft.tokens_BK, draft.q_BKV, draft.num_drafted_B, logits_BTV, self._noise(rows, 0))
+        noise = self._noise(rows, 0)
+        verdict = self.rule.accept(draft.tokens_BK, draft.q_BKV, draft.num_drafted_B, logits_BTV, noise)
+        if draft.broken_BK is None:
+            return verdict
+        tested_B1 = torch.minimum(verdict.num_accepted_B + 1, draft.num_drafted_B)[:, None]
+        tested_BK = torch.arange(draft.broken_BK.shape[1], device=rows.device) < tested_B1
+        fault_BK = torch.where(draft.broken_BK & tested_BK, faults.BROKEN_DRAFT, faults.OK)
+        return replace(verdict, error_B=faults.earliest(verdict.error_B, faults.first_fault(fault_BK)))
 
     def alpha(self, draft: Draft, logits_BTV: Tensor, verdict: Verdict) -> Tensor:
         """`[B, 2]` float64: Σ over the tested positions of α = Σ_v min(p, q), and how many positions were tested.

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from selfspec.cache.tree_block import TreeBlock
 from selfspec.decoding.tree_layout import TreeLayout, block_of
@@ -80,6 +81,7 @@ class TreeDrafting:
         self._exist = [torch.ones_like(rows.active_B)[:, None]]  # [B, nodes of a level]: whether they were drawn
         self._q: list[Tensor] = []
         self._log_q: list[Tensor] = []
+        self._broken: list[Tensor] = []  # of the nodes with children
 
     def __iter__(self) -> Iterator[int]:
         for level in range(self.shape.depth):
@@ -122,6 +124,7 @@ class TreeDrafting:
         places_L = parents_L * most + ranks_L
         rows.propose(drawn.start - 1, children.tokens_BnC.flatten(1).index_select(1, places_L))
         self._exist.append(children.exist_BnC.flatten(1).index_select(1, places_L))
+        self._broken.append(children.broken_Bn.expand(-1, num_nodes))
         if children.log_q_BnC is not None:
             self._log_q.append(children.log_q_BnC.flatten(1).index_select(1, places_L))
 
@@ -137,7 +140,8 @@ class TreeDrafting:
             self._q.clear()  # it would be in memory twice
         if self._log_q:
             log_q_BN = torch.cat([torch.zeros_like(self._log_q[0][:, :1]), *self._log_q], 1)
-        tree = Tree(tokens_BN, children_BNC, shape.depth, q_BNV, log_q_BN)
+        broken_BN = F.pad(torch.cat(self._broken, 1), (0, 1)).index_select(1, tables.expanded_N)
+        tree = Tree(tokens_BN, children_BNC, shape.depth, q_BNV, log_q_BN, broken_BN)
         num_drafted_B = torch.full_like(rows.lengths_B, shape.depth)
         return Draft(tokens_BN[:, 1:], num_drafted_B, None, hidden_BPM, first_layer, tree=tree, layout=tables.layout)
 
@@ -149,6 +153,9 @@ class Tables:
         num = shape.num_nodes
         self.most_children = most = max(len(one) for one in shape.children)
         self.inner = [node for node in range(num) if shape.children[node]]
+        places = {node: place for place, node in enumerate(self.inner)}
+        # the place of each node among those with children, a leaf's behind them all
+        self.expanded_N = torch.tensor([places.get(node, len(places)) for node in range(num)], device=device)
         self.parents_N = torch.tensor([0, *shape.parents], device=device)
         self.ranks_N = torch.tensor([0, *shape.ranks], device=device)
         children = [[*one, *[0] * (most - len(one))] for one in shape.children]

@@ -34,6 +34,7 @@ class Draft:
     first_layer: int = 0  # layers [0, first_layer) have run on all K+1 tokens
     tree: Tree | None = None  # then tokens_BK are its nodes without the root, and K+1 above is their number with it
     layout: TreeLayout | None = None  # where the tree's nodes stand
+    broken_BK: Tensor | None = None  # bool, drawn without q from logits that hold NaN or +inf (a tree says so itself)
     source_B: Tensor | None = None  # int64, which part of a drafter of several made each row's draft; None: 0
 
 

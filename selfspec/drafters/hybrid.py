@@ -118,9 +118,12 @@ def choose(rows: Rows, copied: Draft, learned: Draft) -> Draft:
         q_BKV = F.pad(learned.q_BKV, (0, 0, 0, missing))
         certain_BKV = torch.zeros_like(q_BKV).scatter_(-1, tokens_BK[..., None], 1.0)
         q_BKV = torch.where(copies_B1[..., None], certain_BKV, q_BKV)
+    broken_BK: Tensor | None = None
+    if learned.broken_BK is not None:
+        broken_BK = F.pad(learned.broken_BK, (0, missing)) & ~copies_B1
     rows.propose(0, tokens_BK)
     num_drafted_B = torch.where(copies_B1[:, 0], copied.num_drafted_B, learned.num_drafted_B)
-    return Draft(tokens_BK, num_drafted_B, q_BKV, source_B=copies_B1[:, 0].long())
+    return Draft(tokens_BK, num_drafted_B, q_BKV, broken_BK=broken_BK, source_B=copies_B1[:, 0].long())
 
 
 def build(target: Target, options: Options) -> Hybrid:

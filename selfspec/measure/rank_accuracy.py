@@ -34,7 +34,7 @@ from selfspec.drafters.base import Draft
 from selfspec.errors import UserError
 from selfspec.lookahead import Fixed
 from selfspec.lookahead.tree_shape import TreeShape
-from selfspec.sampling import Sampling, Verdict, build_rule, build_transforms
+from selfspec.sampling import Sampling, Verdict, build_rule, build_transforms, faults
 from selfspec.target import Target
 
 NOT_KNOWN = -1
@@ -145,14 +145,16 @@ class Teacher(Sampler):
         rank_B = torch.where(own_B1[:, 0] == -torch.inf, logits_BV.shape[1], above_B)
         self.steps.append(torch.where(known_B & rows.active_B, rank_B, NOT_KNOWN))
         rows.propose(step, token_B1)
-        return Drawn(token_B, None, logits_BV)
+        return Drawn(token_B, None, logits_BV, logits_BV.amax(1))
 
     def accept(self, rows: Rows, draft: Draft, logits_BTV: Tensor) -> Verdict:
         ranks_BD = torch.stack(self.steps, 1)
         self.ranks.append(ranks_BD[ranks_BD[:, 0] != NOT_KNOWN])
         self.steps.clear()
         token_B, _ = self._text_at(rows, 0)
-        return Verdict(torch.zeros_like(token_B), token_B, torch.zeros_like(token_B))
+        assert draft.broken_BK is not None, "it was drawn without q"
+        broken_B = (draft.broken_BK & (ranks_BD != NOT_KNOWN)).any(1)  # nothing is above NaN: it would have ranked best
+        return Verdict(torch.zeros_like(token_B), token_B, torch.where(broken_B, faults.BROKEN_DRAFT, faults.OK))
 
     def _text_at(self, rows: Rows, step: int) -> tuple[Tensor, Tensor]:
         """The token of each row's text behind its last one and `step` more, and whether there is one."""

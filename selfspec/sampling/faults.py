@@ -12,7 +12,7 @@ from torch import Tensor
 
 from selfspec.errors import UserError
 
-OK, NAN_LOGITS, INFINITE_LOGITS, NOTHING_LEFT, BAD_DRAFT_DISTRIBUTION, IMPOSSIBLE_DRAFT = range(6)
+OK, NAN_LOGITS, INFINITE_LOGITS, NOTHING_LEFT, BAD_DRAFT_DISTRIBUTION, IMPOSSIBLE_DRAFT, BROKEN_DRAFT = range(7)
 Q_SUM_TOLERANCE = 1e-4  # a float32 softmax is off by about 1e-6, one in half precision by more than this
 MESSAGES = {
     NAN_LOGITS: "the target's logits hold NaN: check the weights, the dtype and your processors",
@@ -23,6 +23,7 @@ MESSAGES = {
     "to 1): return the q that the rule's draw() gave",
     IMPOSSIBLE_DRAFT: "the drafted token has probability 0 under the drafter's q: "
     "return the token and the q of the same draw() call",
+    BROKEN_DRAFT: "the draft's logits hold NaN or +inf: check the drafter's weights, the dtype and your processors",
 }
 
 
@@ -31,6 +32,11 @@ def logits_fault(top: Tensor) -> Tensor:
     fault = torch.where(torch.isnan(top), NAN_LOGITS, OK)
     fault = torch.where(top == torch.inf, INFINITE_LOGITS, fault)
     return torch.where(top == -torch.inf, NOTHING_LEFT, fault)
+
+
+def broken(top: Tensor) -> Tensor:
+    """bool: no draft can be drawn from logits whose largest is this one: NaN or +inf."""
+    return torch.isnan(top) | (top == torch.inf)
 
 
 def ending_fault(logits_BTV: Tensor, end_B: Tensor, offset_B: Tensor | None = None) -> Tensor:
@@ -50,9 +56,14 @@ def draft_fault(q_BKV: Tensor, q_x_BK: Tensor, tested_BK: Tensor) -> Tensor:
     fault_BK = torch.where(q_x_BK > 0, OK, IMPOSSIBLE_DRAFT)
     is_distribution_BK = ((q_BKV.sum(dim=-1) - 1).abs() <= Q_SUM_TOLERANCE) & (q_BKV.amin(dim=-1) >= 0)
     fault_BK = torch.where(is_distribution_BK, fault_BK, BAD_DRAFT_DISTRIBUTION)
+    return first_fault(torch.where(tested_BK, fault_BK, OK))
+
+
+def first_fault(fault_BK: Tensor) -> Tensor:
+    """Code [B] of the first of a row's kinds of fault that is one."""
     offset_K = torch.arange(fault_BK.shape[1], device=fault_BK.device)
     none = 1 << 40
-    code_BK = torch.where(tested_BK & (fault_BK != OK), fault_BK + 8 * offset_K, none)
+    code_BK = torch.where(fault_BK != OK, fault_BK + 8 * offset_K, none)
     code_B = torch.nn.functional.pad(code_BK, (0, 1), value=none).amin(dim=1)
     return torch.where(code_B == none, OK, code_B)
 

@@ -32,22 +32,25 @@ from selfspec.sampling.distribution import draw, probabilities
 class Tree:
     """tokens [B, N]; children [B, N, C] node numbers in the order drawn, 0 = none; q [B, N, V] of each node's children,
     or None when they are certain; depth = levels below the root. log_q [B, N]: how likely the draft found each node
-    below its parent, for records; None where that was not computed."""
+    below its parent, for records; None where that was not computed. broken [B, N]: nodes without children because the
+    draft's logits there were none (`faults.broken`); None: no such node."""
 
     tokens_BN: Tensor
     children_BNC: Tensor
     depth: int
     q_BNV: Tensor | None = None
     log_q_BN: Tensor | None = None
+    broken_BN: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Children:
-    """Of some nodes per row: tokens [B, n, C], which of them exist, q [B, n, V] unless certain; log q [B, n, C] if it
-    is to be recorded."""
+    """Of some nodes per row: tokens [B, n, C], which of them exist, and of which nodes none do because the logits there
+    are broken [B, n]; q [B, n, V] unless certain; log q [B, n, C] if it is to be recorded."""
 
     tokens_BnC: Tensor
     exist_BnC: Tensor
+    broken_Bn: Tensor
     q_BnV: Tensor | None = None
     log_q_BnC: Tensor | None = None
 
@@ -82,6 +85,7 @@ def follow(tree: Tree, logits_BNV: Tensor, choose: Callable[[Tensor, int], Tenso
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
     error_B = faults.at_offset(faults.logits_fault(logits_BV.amax(dim=-1)), num_accepted_B)
+    error_B = faults.earliest(error_B, broken_end(tree, node_B, num_accepted_B))
     return TreeVerdict(num_accepted_B, next_token_B, error_B, path_BD)
 
 
@@ -127,7 +131,15 @@ def accept_without_replacement(
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
     error_B = faults.earliest(faults.ending_fault(logits_BNV, node_B, num_accepted_B), error_B)
+    error_B = faults.earliest(error_B, broken_end(tree, node_B, num_accepted_B))
     return TreeVerdict(num_accepted_B, draw(weights_BV, u_residual_B), error_B, path_BD)
+
+
+def broken_end(tree: Tree, end_B: Tensor, offset_B: Tensor) -> Tensor:
+    """Code [B]: whether the walk ended at this node because the draft was broken there."""
+    if tree.broken_BN is None:
+        return torch.zeros_like(offset_B)
+    return faults.at_offset(torch.where(at(tree.broken_BN, end_B), faults.BROKEN_DRAFT, faults.OK), offset_B)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:

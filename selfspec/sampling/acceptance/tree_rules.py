@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.errors import UserError
+from selfspec.sampling import faults
 from selfspec.sampling.acceptance.tree import (
     Children,
     Tree,
@@ -114,7 +115,8 @@ class RejectionTree:
         u_BnC = u_BU.unflatten(1, (num_nodes, most_children))[..., :num_children]
         drawn = draw_without_replacement(q_BnV.flatten(0, 1), u_BnC.flatten(0, 1))
         tokens_BnC, exist_BnC = (one.unflatten(0, (-1, num_nodes)) for one in drawn)
-        return Children(tokens_BnC, exist_BnC, q_BnV)
+        broken_Bn = faults.broken(logits_BnV.amax(-1)).expand(-1, num_nodes)
+        return Children(tokens_BnC, exist_BnC, broken_Bn, q_BnV)
 
     def rank_children(
         self, logits_BnV: Tensor, num_children: int, noise: NoiseKey, level: int
@@ -150,16 +152,21 @@ def tree_rule_of(rule: Rule, sampling: Sampling) -> TreeRule:
 
 
 def _best(scores_BnV: Tensor, num_children: int) -> Children:
-    values_BnC, tokens_BnC = best_few(scores_BnV, num_children)
-    return Children(tokens_BnC, values_BnC > -torch.inf)
+    return _children(*best_few(scores_BnV, num_children))
 
 
 def _ranked(scores_BnV: Tensor, num_children: int) -> tuple[Children, Tensor]:
     """Never above 0, so that no path is likelier than its beginning."""
     values_BnC, tokens_BnC = best_few(scores_BnV, num_children)
-    exist_BnC = values_BnC > -torch.inf
+    children = _children(values_BnC, tokens_BnC)
     log_BnC = (values_BnC.float() - scores_BnV.float().logsumexp(-1, keepdim=True)).clamp(max=0)
-    return Children(tokens_BnC, exist_BnC), torch.where(exist_BnC, log_BnC, -torch.inf)
+    return children, torch.where(children.exist_BnC, log_BnC, -torch.inf)
+
+
+def _children(values_BnC: Tensor, tokens_BnC: Tensor) -> Children:
+    """Certain ones, the best first: NaN would be, and then there are none."""
+    broken_Bn = faults.broken(values_BnC[..., 0])
+    return Children(tokens_BnC, (values_BnC > -torch.inf) & ~broken_Bn[..., None], broken_Bn)
 
 
 def _with_gumbel(logits_BnV: Tensor, noise: NoiseKey, level: int) -> Tensor:
