@@ -9,7 +9,6 @@ way and is waited for. The tables are made from the run directories alone, byte 
 
 from __future__ import annotations
 
-import fcntl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from omegaconf import DictConfig
 
 from selfspec.config import CompareConfig, conf_dir, resolve, typed
 from selfspec.errors import UserError
-from selfspec.records import open_lock, writable, write_atomic
+from selfspec.records import wait_for_lock, writable, write_atomic
 from selfspec.report.build import build_report
 from selfspec.report.headline import fill_in, headline
 from selfspec.report.runs import load_runs
@@ -77,15 +76,14 @@ def folder_of(arguments: list[str]) -> Path:
 @contextmanager
 def alone(out: Path) -> Iterator[int]:
     """Waits until no other study is measured for `out`; yields the lock, which lasts as long as any process has it."""
+
+    def waiting(holder: str) -> None:
+        print(f"{out} is being measured for by {holder}, or by what was left of it when killed; waiting for its end")
+
     with writable(out, "out"):
-        file = open_lock(out)
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{out} is being measured for already, perhaps by what was left of a killed run; waiting for its end")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+        lock = wait_for_lock(out, waiting)
+    with lock:
+        yield lock.fileno()
 
 
 def measure(arguments: list[str], lock: int) -> None:

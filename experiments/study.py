@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import filelock
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.config import allowed, conf_dir
 from selfspec.errors import UserError
-from selfspec.records import writable
+from selfspec.records import take_lock, writable
 from selfspec.run import entry_point, run_compare
 from selfspec.sweep import Choice, Space, load_space
 from selfspec.tracking.base import flatten
@@ -221,8 +220,6 @@ def run_on_ray(
 def run_study(config: StudyConfig, space: Space) -> optuna.Study:
     """Runs what is left of a search, and prints each trial as it ends."""
     folder = Path(config.output_dir) / "studies"
-    with writable(folder, "output_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
     fixed = [text for text in space.fixed if not text.startswith("tracking=")]  # no account needed unless asked for
 
     def overrides(trial: optuna.Trial) -> list[str]:
@@ -239,17 +236,15 @@ def run_study(config: StudyConfig, space: Space) -> optuna.Study:
             study.tell(trial, outcome.value)
             print(f"trial {trial.number}: {shown}: {space.metric} = {outcome.value:.4g}", flush=True)
 
-    lock = filelock.FileLock(folder / f"{space.name}.lock")
-    try:
-        with lock.acquire(timeout=0):
-            study = open_study(space, folder, config.seed)
-            trials = still_to_run(study, space, config.trials)
-            if config.executor == "ray":
-                run_on_ray(trials, overrides, space.metric, tell, config)
-            else:
-                run_here(trials, overrides, space.metric, tell)
-    except filelock.Timeout:
-        raise UserError(f"{lock.lock_file} is held: this search is running already. Wait for it, or stop it.") from None
+    with writable(folder, "output_dir"):
+        lock = take_lock(folder, "choose another place: output_dir=...", space.name)
+    with lock:
+        study = open_study(space, folder, config.seed)
+        trials = still_to_run(study, space, config.trials)
+        if config.executor == "ray":
+            run_on_ray(trials, overrides, space.metric, tell, config)
+        else:
+            run_here(trials, overrides, space.metric, tell)
     return study
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -21,6 +22,8 @@ from selfspec.records import (
     TraceToken,
     read_run,
     read_traces,
+    take_lock,
+    wait_for_lock,
     write_traces,
 )
 
@@ -120,9 +123,38 @@ def test_kill_minus_nine_loses_nothing_that_was_reported_done(run_dir):
 
 
 def test_second_writer_is_refused_while_the_first_lives(run_dir):
-    with RunWriter(run_dir), pytest.raises(UserError, match="being written by another process"):
+    me = f"being written by .*process {os.getpid()} on .*, since .*; wait for it, stop it, or choose another name"
+    with RunWriter(run_dir), pytest.raises(UserError, match=me):
         RunWriter(run_dir)
     RunWriter(run_dir).close()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from selfspec.records import take_lock
+lock = take_lock(Path(sys.argv[1]), "-")
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_lock_names_the_process_that_has_it_and_ends_with_it(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+    try:
+        with pytest.raises(UserError, match=rf"written by -c \(process {holder.pid} on "):
+            take_lock(tmp_path, "-")
+        waited: list[str] = []
+        threading.Timer(0.2, holder.kill).start()
+        with wait_for_lock(tmp_path, waited.append):
+            assert holder.wait(60) == -signal.SIGKILL and f"process {holder.pid} on" in waited[0]
+            with pytest.raises(UserError, match=f"process {os.getpid()} on"):  # one name, the new one's
+                take_lock(tmp_path, "-")
+    finally:
+        holder.kill()
+        holder.stdout.close()
+    assert (tmp_path / ".lock").read_text().count("\n") == 1
 
 
 def test_a_write_that_fails_halfway_leaves_no_half_line(run_dir, monkeypatch):

@@ -5,7 +5,7 @@ No torch.
 
 from __future__ import annotations
 
-from selfspec.records.folder import open_lock, take_lock, writable
+from selfspec.records.folder import take_lock, wait_for_lock, writable
 from selfspec.records.rundir import Run, read_run, read_traces
 from selfspec.records.schema import (
     SCHEMA_VERSION,
@@ -31,11 +31,11 @@ __all__ = [
     "TraceRound",
     "TraceToken",
     "by_method",
-    "open_lock",
     "read_run",
     "read_traces",
     "take_lock",
     "to_json",
+    "wait_for_lock",
     "writable",
     "write_atomic",
     "write_traces",

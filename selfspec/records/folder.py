@@ -1,12 +1,20 @@
-"""A folder that one process writes: that it can be written at all, and that no other process writes it too."""
+"""A folder that one process writes: that it can be written at all, and that no other process writes it too.
+
+A lock is the kernel's (flock), not the file's presence: it ends with the last process that has it open, however that
+ends, and a process that is started with it has it too. The file tells whom to ask: who took the lock last.
+"""
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from selfspec.errors import UserError
 
@@ -22,22 +30,41 @@ def writable(folder: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-def open_lock(folder: Path) -> BinaryIO:
-    """The file to lock `folder` by, which is made where it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return open(folder / ".lock", "ab")
-
-
-def take_lock(folder: Path, otherwise: str) -> BinaryIO:
-    """The folder is this process's to write until the file is closed. UserError where another has it; `otherwise`: what
-    to do but wait.
+def take_lock(folder: Path, otherwise: str, name: str = "") -> FileIO:
+    """The folder, or what goes by `name` in it, is this process's to write until the file is closed. UserError where
+    another has it, which is named; `otherwise`: what to do but wait.
     """
-    file = open_lock(folder)
+
+    def refuse(holder: str) -> None:
+        raise UserError(f"{folder / name} is being written by {holder}; wait for it, stop it, or {otherwise}.")
+
+    return _lock(folder, name, refuse)
+
+
+def wait_for_lock(folder: Path, waiting: Callable[[str], None]) -> FileIO:
+    """The same as soon as no other process has it; `waiting` is told who does before it is waited for."""
+    return _lock(folder, "", waiting)
+
+
+def _lock(folder: Path, name: str, when_held: Callable[[str], None]) -> FileIO:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / f"{name}.lock", "a+b", buffering=0)  # noqa: SIM115 - lives as long as the lock
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            when_held(file.read().decode(errors="replace").strip() or "another process")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"{_me()}\n".encode())
+    except BaseException:
         file.close()
-        raise UserError(
-            f"{folder} is being written by another process; wait for it, stop it, or {otherwise}."
-        ) from None
+        raise
     return file
+
+
+def _me() -> str:
+    """Without the command line, which may hold what no file should."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"{Path(sys.argv[0]).name or 'python'} (process {os.getpid()} on {socket.gethostname()}, since {now})"

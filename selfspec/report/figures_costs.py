@@ -1,8 +1,8 @@
 """Predicted against measured speedup: does the cost model know what a draft is worth?
 
 Measured: decoding, AR's seconds per token over the method's. Predicted: `S model` of the run's summary, which knows the
-bytes that are read and the measured τ, and no time (`selfspec.measure.cost_model`). `S simple`, beside it there, is made
-from the measured seconds themselves: it would lie on the diagonal whatever the model is worth, and is not drawn.
+bytes that are read and the measured τ, and no time (`selfspec.measure.cost_model`). `S simple`, beside it there, is
+made from the measured seconds themselves: it would lie on the diagonal whatever the model is worth, and is not drawn.
 """
 
 from __future__ import annotations

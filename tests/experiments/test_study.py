@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 import yaml
 
 from selfspec.errors import UserError
+from selfspec.records import take_lock
 from selfspec.sweep import Space, load_space, space_of
 
 pytest.importorskip("optuna")
@@ -137,9 +137,11 @@ def test_no_account_is_asked_for_unless_it_is_wanted(tmp_path: Path, monkeypatch
 
 
 def test_the_same_search_does_not_run_twice_at_once(tmp_path: Path):
-    (tmp_path / "studies").mkdir()
-    with filelock.FileLock(tmp_path / "studies" / "layers.lock"), pytest.raises(UserError, match="running already"):
+    held = f"studies/layers is being written by .*process {os.getpid()} on .*; wait for it, stop it"
+    with take_lock(tmp_path / "studies", "", "layers"), pytest.raises(UserError, match=held):
         study.run_study(study.StudyConfig(output_dir=str(tmp_path)), bayesian(tmp_path))
+    assert not (tmp_path / "studies" / "layers.sqlite").exists()
+    take_lock(tmp_path / "studies", "", "others").close()  # another search in the same folder is free
 
 
 def test_a_metric_that_nobody_measured_names_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
