@@ -4,7 +4,8 @@
 
 Each experiment is measured by `compare.py` in a process of its own, so that none inherits the other's memory; killed
 at any point, the same command goes on. Where only this process was killed, the measurement that it began is still under
-way and is waited for. The tables are made from the run directories alone, byte for byte the same when made again.
+way and is waited for. The tables are made from the run directories alone, byte for byte the same when made again. What
+earlier runs of the study have left in `out` goes; `made_from.json` there says which runs each file is of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from selfspec.errors import UserError
 from selfspec.records import wait_for_lock, writable, write_atomic
 from selfspec.report.build import build_report
 from selfspec.report.headline import fill_in, headline
+from selfspec.report.origins import origins, remove_leftovers
 from selfspec.report.runs import load_runs
 from selfspec.run import choose_folder, entry_point, settle_runtime
 
@@ -53,7 +55,7 @@ def main(composed: DictConfig) -> None:
         for one, folder in zip(arguments, folders, strict=True):
             if not (folder / "DONE").exists():
                 measure(one, lock)
-    files = build_report(folders, config.formats, config.out)
+        files = build(folders, config)
     if config.readme:
         path = ROOT / config.readme
         (headlined,) = load_runs(folders[0])
@@ -71,6 +73,15 @@ def folder_of(arguments: list[str]) -> Path:
         config = resolve(CompareConfig, compose("compare", arguments))
     settle_runtime(config)
     return choose_folder(config)
+
+
+def build(folders: list[Path], config: PaperConfig) -> list[Path]:
+    """The study's files, and `out` without those that earlier runs have left there."""
+    files = build_report(folders, config.formats, config.out)
+    runs = load_runs(folders)
+    for path in remove_leftovers(Path(config.out), origins(files, runs), runs):
+        print(f"removed {path}: it was made from a run that this study no longer has")
+    return files
 
 
 @contextmanager

@@ -99,4 +99,9 @@ def _files(runs: Sequence[Measured], wanted: Sequence[str], strict: bool) -> Ite
             )
         for item in traced:
             page = trace_page(read_traces(item.run.path / "traces.jsonl"), f"Trace of {item.name}")
-            yield f"trace-{item.name.replace('/', '_')}.html", page
+            yield trace_file(item), page
+
+
+def trace_file(item: Measured) -> str:
+    """What a run's trace page is called."""
+    return f"trace-{item.name.replace('/', '_')}.html"

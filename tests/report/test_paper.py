@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from omegaconf import OmegaConf
 from selfspec.config import CompareConfig, conf_dir, conf_names, resolve
 from selfspec.errors import UserError
 from selfspec.prompts import check_apart, prompts_from_config
-from selfspec.records import read_run
+from selfspec.records import TraceRecord, read_run, write_traces
 from selfspec.report.headline import END, START, fill_in, headline
 from selfspec.report.runs import load_runs
 
@@ -44,6 +45,55 @@ def test_the_headline_is_the_runs_own_table_and_only_what_is_between_the_marks_c
     for broken in ("no marks", f"{END} {START}", readme + START):
         with pytest.raises(UserError, match="needs one line"):
             fill_in(broken, text, "README.md")
+
+
+def test_what_earlier_runs_left_goes_and_what_somebody_else_wrote_stays(tmp_path):
+    """A new hash makes a new trace page; the old one would stand beside it as if it were the study's."""
+    entry, out = paper(), tmp_path / "out"
+    first, second, other = (traced(tmp_path / name) for name in ("paper-0000000a", "paper-0000000b", "t1-0000000c"))
+
+    def build(*folders: Path, formats: tuple[str, ...] = ("markdown", "trace")) -> set[str]:
+        entry.build(list(folders), entry.PaperConfig([], str(out), list(formats)))
+        return {path.name for path in out.iterdir()}
+
+    tables = {"comparison.md", "categories.md", "made_from.json"}
+    assert build(first, other, formats=("markdown", "latex", "trace")) == {
+        *tables, "comparison.tex", "categories.tex", "trace-paper-0000000a.html", "trace-t1-0000000c.html",
+    }  # fmt: skip
+    for own in ("notes.md", "trace-mine.html", "trace-paper-00000009.html"):
+        (out / own).write_text("a user's")
+    users = {"notes.md", "trace-mine.html", "trace-paper-00000009.html"}
+    assert "comparison.tex" in build(first, other), "other formats of the same runs are the study's"
+    pages = {"trace-paper-0000000b.html", "trace-t1-0000000c.html"}
+    assert build(second, other) == tables | users | pages
+    assert build(second, other, formats=("console",)) == tables | users | pages
+    assert build(second) == tables | users | {"trace-paper-0000000b.html"}
+    assert {(out / own).read_text() for own in users} == {"a user's"}
+
+
+@pytest.mark.parametrize("record", ["[]", "no json", '{"../paper-0000000a/config.yaml": ["old"]}'])
+def test_a_record_that_is_none_removes_nothing(record: str, tmp_path):
+    entry, out, run = paper(), tmp_path / "out", traced(tmp_path / "paper-0000000a")
+    out.mkdir()
+    (out / "made_from.json").write_text(record)
+    with pytest.raises(UserError, match="is no record of the files beside it"):
+        entry.build([run], entry.PaperConfig([], str(out), ["markdown"]))
+    assert (run / "config.yaml").exists()
+
+
+def traced(path: Path) -> Path:
+    """A finished run directory with a trace, its hash in its name."""
+    write_run(path, made_records(4, 1), config_hash=path.name.rpartition("-")[2])
+    write_traces(path / "traces.jsonl", [TraceRecord("p00", "early_exit", "x", [])])
+    return path
+
+
+def test_the_record_of_the_committed_study_is_of_the_files_beside_it():
+    folder = ROOT / "experiments" / "smollm2" / "paper"
+    recorded = json.loads((folder / "made_from.json").read_text())
+    assert set(recorded) == {path.name for path in folder.iterdir()} - {"made_from.json", ".lock"}
+    runs = {line.partition(",")[0] for line in (folder / "statistics.csv").read_text().splitlines()[1:]}
+    assert {name for of in recorded.values() for name in of} == runs
 
 
 def test_the_readme_of_the_project_has_the_marks():
