@@ -33,9 +33,9 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from selfspec.decoding.decoder import capacity_for, drafts_trees, lookahead_for
 from selfspec.decoding.lockstep import PaddedProcessors, RecordingSampler, Replay
 from selfspec.decoding.loop import run_requests
+from selfspec.decoding.reach import capacity_for, drafts_trees, lookahead_for
 from selfspec.decoding.requests import Request, check_length, encode_prompt
 from selfspec.decoding.rows import Rows
 from selfspec.drafters import Drafter, NoDraft, build_drafter
@@ -101,7 +101,7 @@ def hf_generate(
         )
 
     target, chosen = _target_and_drafter(model, drafter)
-    policy = lookahead_for(chosen, lookahead)
+    policy = lookahead_for(target, chosen, lookahead)
     if drafts_trees(policy):
         raise UserError("Inside `generate` drafts are chains. Use selfspec.decode for trees, or another lookahead.")
     requests = _requests(target, input_ids, pads, generation_config, criteria)

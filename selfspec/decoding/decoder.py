@@ -6,7 +6,7 @@ and cache as they were: rows are released, and what is in the cache stays usable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +17,7 @@ from selfspec.decoding.budget import call_of, estimate_call, refuse_if_too_large
 from selfspec.decoding.graphs import check_mode
 from selfspec.decoding.loop import RoundEvent, run_requests
 from selfspec.decoding.processors import GuardedProcessors
+from selfspec.decoding.reach import check_reach, drafts_trees, lookahead_for, round_width
 from selfspec.decoding.requests import (
     Output,
     Prompt,
@@ -30,9 +31,8 @@ from selfspec.decoding.requests import (
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
 from selfspec.decoding.stopping import StopStrings
-from selfspec.decoding.tree_drafting import GrowsTrees
 from selfspec.drafters import Drafter, NoDraft
-from selfspec.drafters.base import Foretold, Limited
+from selfspec.drafters.base import Foretold
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
 from selfspec.sampling import Rule, Sampling, build_rule, build_transforms
@@ -113,7 +113,7 @@ class Decoder:
         arrivals = arrival_times(arrivals_s, len(prompts))
         if target.ranks > 1 and any(arrivals):
             raise UserError("arrivals_s needs one clock, and every rank of a tensor-parallel target has its own.")
-        policy = lookahead_for(self.drafter, lookahead)
+        policy = lookahead_for(self.target, self.drafter, lookahead)
         rule = build_rule(acceptance, sampling)
         transforms = build_transforms(sampling, processors, target.vocab_size)
         guard = GuardedProcessors(transforms.processors) if transforms.processors else None
@@ -176,7 +176,7 @@ class Decoder:
         counts = token_counts(max_new_tokens, len(prompts))
         sampling = sampling if sampling is not None else Sampling()
         sampler = Sampler(build_transforms(sampling, None, self.target.vocab_size), build_rule(acceptance, sampling))
-        width = round_width(self.drafter, lookahead_for(self.drafter, lookahead))
+        width = round_width(self.drafter, lookahead_for(self.target, self.drafter, lookahead))
         lengths = []
         for prompt, count in zip(prompts, counts, strict=True):
             num_tokens = prompt if isinstance(prompt, int) else len(encode_prompt(self.target, prompt))
@@ -287,50 +287,6 @@ def mode_for(target: Target, rounds: str) -> str:
     if target.ranks > 1 and mode in ("whole", "split"):
         raise UserError(f"rounds={mode!r} is not possible for a tensor-parallel target. Use rounds='auto' or 'eager'.")
     return "eager" if target.ranks > 1 else mode
-
-
-def lookahead_for(drafter: Drafter, given: int | str | Mapping[str, Any] | Lookahead) -> Lookahead:
-    """The policy that is asked for. UserError when it may draft more tokens than the drafter can."""
-    policy = build_lookahead(given)
-    if drafter.max_drafted not in (None, 0) and policy.max_drafted > drafter.max_drafted:
-        raise UserError(
-            f"The drafter {drafter.name!r} drafts at most {drafter.max_drafted} tokens; lookahead={policy.max_drafted}."
-        )
-    if drafts_trees(policy) and not isinstance(drafter, GrowsTrees):
-        raise UserError(
-            f"The drafter {drafter.name!r} drafts one continuation, not a tree. Use a lookahead without a tree, or a "
-            "drafter that grows one: early_exit, exit_adapter, layer_skip, clasp, eagle3, mtp, medusa, hydra, "
-            "independent."
-        )
-    if exit_layers := getattr(policy, "exit_layers", None):
-        check_exit = getattr(drafter, "check_exit", None)
-        if check_exit is None:
-            raise UserError(f"The lookahead chooses among exit layers, but {drafter.name!r} has one exit or none.")
-        for exit_layer in exit_layers:
-            check_exit(exit_layer)
-    return policy
-
-
-def capacity_for(drafter: Drafter, policy: Lookahead, requests: Sequence[Request]) -> int:
-    """Tokens a row must hold: the longest prompt with its output, and one round."""
-    lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
-    check_reach(drafter, lengths)
-    return max(lengths) + round_width(drafter, policy)
-
-
-def check_reach(drafter: Drafter, lengths: Sequence[int]) -> None:
-    """UserError when the drafter cannot serve the longest of these requests (prompt and output)."""
-    if isinstance(drafter, Limited):
-        drafter.check_capacity(max(lengths, default=0))
-
-
-def round_width(drafter: Drafter, policy: Lookahead) -> int:
-    """Tokens that a round writes: the pending one and the drafts."""
-    return 1 if drafter.max_drafted == 0 else max(policy.max_drafted + 1, getattr(policy, "max_width", 0))
-
-
-def drafts_trees(policy: Lookahead) -> bool:
-    return getattr(policy, "max_width", 0) > 0
 
 
 def _eos_ids(target: Target, given: int | Sequence[int] | None) -> tuple[int, ...]:

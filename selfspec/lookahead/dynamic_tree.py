@@ -29,6 +29,13 @@ class DynamicTree:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UserError(f"{name}={value!r} is not possible: allowed is a whole number, {least} or more.")
+        most = self.num_nodes - 1
+        for name in ("depth", "top_k"):  # a node is verified with all its parents and its better-ranked siblings
+            if (value := getattr(self, name)) > most:
+                raise UserError(
+                    f"{name}={value} is not possible: num_nodes={self.num_nodes} tokens are verified, the pending one "
+                    f"included, so nothing beyond {name}={most} ever would be. Ask for more num_nodes, or less {name}."
+                )
         self.growth = TreeGrowth(self.depth, self.top_k, self.num_nodes)
         most = self.growth.num_candidates + 1
         if self.num_nodes > most:

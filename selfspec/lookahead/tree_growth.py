@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,17 @@ class TreeGrowth:
     @cached_property
     def first_slots(self) -> tuple[int, ...]:
         """The slot of each level's first expanded node, and of the first node that was not."""
-        return tuple(sum(self.expanded[:level]) for level in range(self.depth + 1))
+        return (0, *accumulate(self.expanded))
+
+    @property
+    def num_expanded(self) -> int:
+        return 1 + self.top_k * (self.depth - 1)
 
     @property
     def num_candidates(self) -> int:
         """Of all levels, without the root."""
-        return self.top_k * sum(self.expanded)
+        return self.top_k * self.num_expanded
 
     @property
     def num_slots(self) -> int:
-        return self.first_slots[-1] + self.num_nodes - 1
+        return self.num_expanded + self.num_nodes - 1

@@ -19,6 +19,8 @@ from functools import cached_property
 
 from selfspec.errors import UserError
 
+MOST_NODES = 1 << 16  # a shape's, the root included: to make a larger one would take longer than any use of it
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -119,6 +121,15 @@ def shape_of_branches(branches: Sequence[int]) -> TreeShape:
     """[4, 2, 1]: four children of the root, two of each of them, one of each of those."""
     if not branches or any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in branches):
         raise UserError(f"branches={list(branches)} is not possible: give whole numbers of 1 or more, one per level.")
+    num_nodes = of_level = 1
+    for level, count in enumerate(branches, start=1):
+        of_level *= count
+        num_nodes += of_level
+        if num_nodes > MOST_NODES:
+            raise UserError(
+                f"branches={list(branches)} is not possible: the first {level} levels alone have {num_nodes} nodes, "
+                f"the root included; allowed are {MOST_NODES}."
+            )
     paths: list[tuple[int, ...]] = [()]
     found: list[tuple[int, ...]] = []
     for count in branches:
@@ -148,6 +159,8 @@ def best_shape(accuracies: Sequence[Sequence[float]], num_nodes: int) -> tuple[T
     """
     if num_nodes < 2 or not accuracies or not accuracies[0]:
         raise UserError(f"num_nodes={num_nodes}: a tree has a root and at least one more node, and accuracies for it.")
+    if num_nodes > MOST_NODES:
+        raise UserError(f"num_nodes={num_nodes} is not possible: allowed are {MOST_NODES}, the root included.")
     heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][0], (0,))]
     chosen: list[tuple[int, ...]] = []
     while heap and len(chosen) < num_nodes - 1:

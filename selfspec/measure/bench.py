@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.config import CompareConfig, GenerateConfig, conf_dir
-from selfspec.decoding.decoder import lookahead_for
+from selfspec.decoding.reach import lookahead_for
 from selfspec.drafters import Drafter, build_drafter
 from selfspec.drafters.base import Limited
 from selfspec.lookahead import Lookahead, build_lookahead
@@ -76,7 +76,7 @@ def assemble(config: CompareConfig) -> Bench:
             drafter = drafter_of(options, target)
         if isinstance(drafter, Limited):
             drafter.check_capacity(longest + config.max_new_tokens)  # before a run directory is there
-        lookahead_for(drafter, lookaheads[label])  # more than it can draft is refused
+        lookahead_for(target, drafter, lookaheads[label])  # more than it can draft is refused
         method = decode_method(label, target, drafter, lookaheads[label], settings, capacity)
         method.memory = alone + grown
         methods.append(method)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from selfspec.decoding import Decoder
-from selfspec.decoding.decoder import capacity_for, check_drafter
+from selfspec.decoding.decoder import check_drafter
 from selfspec.decoding.loop import run_requests
+from selfspec.decoding.reach import capacity_for, lookahead_for
 from selfspec.decoding.requests import Prompt, Request, encode_prompt
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Drawn, Sampler
@@ -32,7 +33,6 @@ from selfspec.decoding.tree_drafting import GrowsTrees
 from selfspec.drafters import Drafter
 from selfspec.drafters.base import Draft
 from selfspec.errors import UserError
-from selfspec.lookahead import Fixed
 from selfspec.lookahead.tree_shape import TreeShape
 from selfspec.sampling import Sampling, Verdict, build_rule, build_transforms, faults
 from selfspec.target import Target
@@ -117,7 +117,7 @@ def rank_accuracy(
         Request(index, ids, len(text) - len(ids), noise_id=index)
         for index, (ids, text) in enumerate(zip(prompt_ids, texts, strict=True))
     ]
-    policy = Fixed(depth)
+    policy = lookahead_for(target, drafter, depth)
     rows = Rows(target, rows_at_once, capacity_for(drafter, policy, requests))
     rows.round_width = depth + 1
     teacher = teacher_of(target, texts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tree_drafters import TARGET
 
-from selfspec import UserError, build_drafter, decode
+from selfspec import Decoder, UserError, build_drafter, decode
 from selfspec.decoding.dynamic_drafting import DynamicTreeDrafting
 from selfspec.decoding.rows import Rows
 from selfspec.decoding.sampler import Sampler
@@ -69,8 +69,8 @@ def grown(kind, growth, lengths=(3, 9, 5)):
     [
         dict(depth=3, top_k=3, num_nodes=9),
         dict(depth=4, top_k=2, num_nodes=15),
-        dict(depth=1, top_k=4, num_nodes=4),
-        dict(depth=4, top_k=1, num_nodes=3),
+        dict(depth=1, top_k=4, num_nodes=5),
+        dict(depth=4, top_k=1, num_nodes=5),
     ],
     ids=["usual", "all of them", "flat", "chain"],
 )
@@ -126,12 +126,35 @@ def test_a_surer_draft_gets_a_deeper_tree():
         (dict(top_k=True), "top_k=True is not possible"),
         (dict(num_nodes=1), "num_nodes=1 is not possible: allowed is a whole number, 2 or more"),
         (dict(depth=2, top_k=2, num_nodes=8), "a tree of at most 7 nodes"),
+        (dict(depth=10**12), "depth=1000000000000 is not possible: num_nodes=12 .* beyond depth=11 ever would be"),
+        (dict(top_k=10**12), "top_k=1000000000000 is not possible: .* beyond top_k=11 ever would be"),
         (dict(breadth=2), "Bad options for lookahead 'dynamic_tree'"),
     ],
 )
 def test_impossible_dynamic_trees_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         build_lookahead({"kind": "dynamic_tree", **given})
+
+
+@pytest.mark.parametrize(
+    ("lookahead", "width"),
+    [
+        ({"kind": "dynamic_tree", "depth": 100, "top_k": 100, "num_nodes": 200}, 1 + 99 * 100 + 199),
+        ({"kind": "dynamic_tree", "depth": 10**12, "top_k": 10**12, "num_nodes": 10**12 + 1}, 10**24 + 1),
+        ({"kind": "tree", "branches": [2] * 8}, 511),
+        (10**12, 10**12 + 1),
+    ],
+    ids=["dynamic", "enormous", "static", "chain"],
+)
+def test_no_round_is_wider_than_the_target_has_positions(lookahead, width):
+    """Whatever memory there is: before anything is allocated or run, and before anything as large is made."""
+    drafter = build_drafter("early_exit", TARGET, exit_layer=2)
+    message = f"makes a round of up to {width} tokens, drafted and pending; wrapped has 256 positions"
+    decoder = Decoder(TARGET, drafter, memory_limit_bytes=1 << 60)
+    for ask in (decoder.decode, decoder.estimate):
+        with pytest.raises(UserError, match=message):
+            ask([prompt_ids(9)], lookahead=lookahead, max_new_tokens=2)
+    assert decoder.rows is None
 
 
 def test_copies_have_no_dynamic_tree():

@@ -81,6 +81,8 @@ def test_a_rank_that_is_never_right_is_no_end_of_the_search():
         ({"accuracies": [[0.5]]}, "accuracies with num_nodes"),
         ({"accuracies": [[0.5]], "num_nodes": 1}, "num_nodes=1"),
         ({"accuracies": [], "num_nodes": 4}, "num_nodes=4"),
+        ({"accuracies": [[0.5] * 9] * 9, "num_nodes": 10**9}, "num_nodes=1000000000 .* allowed are 65536"),
+        ({"branches": [10] * 20}, "the first 5 levels alone have 111111 nodes, .* allowed are 65536"),
     ],
 )
 def test_impossible_trees_are_refused(given, message):
