@@ -25,7 +25,8 @@ from selfspec.sampling import Sampling, build_rule
 from selfspec.target import Target, load_target
 from selfspec.training.identity import target_identity
 
-PATHS = ("model", "checkpoint", "draft_vocab")  # options of drafters that name a file or folder
+PATHS = ("model", "checkpoint", "draft_vocab", "sets")  # options of drafters that name a file or folder
+CONTENTS = ("config.json", "layer_skip.json", "*.safetensors")  # what of such a folder makes the draft
 
 
 @dataclass
@@ -81,8 +82,7 @@ def assemble(config: CompareConfig) -> Bench:
         method.memory = alone + grown
         methods.append(method)
         drafters[label] = drafter
-        if (weights := checkpoint_of(options) / "model.safetensors").is_file():
-            fingerprints[f"draft {label}"] = hash_file(weights)
+        fingerprints |= {f"draft {label}: {name}": found for name, found in hashes_of_contents(options).items()}
         if isinstance(model := getattr(drafter, "model", None), Target):
             fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
     if config.measure.noise_check:
@@ -132,5 +132,16 @@ def in_clone(path: Any) -> Any:
     return path
 
 
-def checkpoint_of(options: Mapping[str, Any]) -> Path:
-    return Path(str(in_clone(options.get("checkpoint"))))
+def hashes_of_contents(options: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of every file that makes this draft, found through its options, by option and file; also those of a draft
+    inside a draft (hybrid), as `learned.checkpoint/model.safetensors`.
+    """
+    found: dict[str, str] = {}
+    for option, value in options.items():
+        if isinstance(value, Mapping):
+            found |= {f"{option}.{name}": digest for name, digest in hashes_of_contents(value).items()}
+        elif option in PATHS and isinstance(value, str):
+            path = Path(in_clone(value)).expanduser()
+            files = [path] if path.is_file() else [file for kind in CONTENTS for file in sorted(path.glob(kind))]
+            found |= {f"{option}/{file.name}": hash_file(file) for file in files}
+    return found

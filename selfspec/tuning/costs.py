@@ -9,20 +9,18 @@ accuracies by rank one plain decoding and one round per token and draft.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from selfspec.config import GenerateConfig
 from selfspec.decoding.tree_drafting import GrowsTrees
-from selfspec.measure.bench import checkpoint_of, drafter_of
+from selfspec.measure.bench import drafter_of, hashes_of_contents
 from selfspec.measure.items import longest_prompt, make_item
 from selfspec.measure.rank_accuracy import rank_accuracy
 from selfspec.measure.speed import SpeedConfig, verify_cost
 from selfspec.prompts import Prompt, prompts_hash
-from selfspec.provenance import hash_file
 from selfspec.records import to_json, write_atomic
 from selfspec.records.schema import parse_object
 from selfspec.target import Target, load_target
@@ -79,17 +77,10 @@ def costs_file(
         "config": {key: value for key, value in asdict(config).items() if key in keys},
         "target": fingerprint,
         "variants": [asdict(variant) for variant in variants],
-        "weights": [hashes_of_weights(variant.options) for variant in variants],
+        "contents": [hashes_of_contents(variant.options) for variant in variants],
         "prompts": prompts_hash(prompts),
     }
     return folder / f"costs-{hashlib.sha256(to_json(parts).encode()).hexdigest()[:8]}.json"
-
-
-def hashes_of_weights(options: Mapping[str, Any]) -> list[str]:
-    """Of the trained weights that these options name, also those of a draft inside a draft."""
-    own = checkpoint_of(options) / "model.safetensors"
-    inner = [hashes_of_weights(value) for value in options.values() if isinstance(value, Mapping)]
-    return ([hash_file(own)] if own.is_file() else []) + [one for found in inner for one in found]
 
 
 def measure_costs(
