@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from selfspec.config import resolve
 from selfspec.errors import UserError
 from selfspec.measure.concurrency import (
+    LOAD,
     ConcurrencyConfig,
     Service,
     assemble,
@@ -83,6 +84,11 @@ def begin(folder: Path, config: ConcurrencyConfig, service: Service, earlier: di
     elif earlier["machine"] != machine_of(now):
         raise UserError(f"{folder} was begun on another machine or with other threads: its times cannot be compared.")
     else:
+        before = {**now["fingerprints"], **earlier["fingerprints"]}  # of one begun by older code some are not known
+        if changed := [name for name, digest in now["fingerprints"].items() if name != LOAD and digest != before[name]]:
+            raise UserError(
+                f"{folder} was begun with other contents of: {', '.join(changed)}. Choose another folder: out=..."
+            )
         earlier["resumed"].append({name: now[name] for name in ("time_utc", "argv", "git", "load_average")})
     earlier |= {"command": command(), "loads": [described(load) for load in service.loads]}
     write_atomic(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(redact(asdict(config)))))

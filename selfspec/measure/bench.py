@@ -82,9 +82,7 @@ def assemble(config: CompareConfig) -> Bench:
         method.memory = alone + grown
         methods.append(method)
         drafters[label] = drafter
-        fingerprints |= {f"draft {label}: {name}": found for name, found in hashes_of_contents(options).items()}
-        if isinstance(model := getattr(drafter, "model", None), Target):
-            fingerprints[f"draft {label}"] = target_identity(model)["fingerprint"]
+        fingerprints |= draft_fingerprints(label, options, drafter)
     if config.measure.noise_check:
         methods.append(decode_method(AR_AGAIN, target, None, build_lookahead(1), settings, capacity))
         methods[-1].memory, methods[-1].trace = alone, None
@@ -130,6 +128,14 @@ def in_clone(path: Any) -> Any:
     if isinstance(path, str) and not Path(path).exists() and (conf_dir().parent / path).exists():
         return str(conf_dir().parent / path)
     return path
+
+
+def draft_fingerprints(label: str, options: Mapping[str, Any], drafter: Drafter) -> dict[str, str]:
+    """Of the files that make a draft, and of a draft model, which may have come by its name alone."""
+    found = {f"draft {label}: {name}": digest for name, digest in hashes_of_contents(options).items()}
+    if isinstance(model := getattr(drafter, "model", None), Target):
+        found[f"draft {label}"] = model.fingerprint
+    return found
 
 
 def hashes_of_contents(options: Mapping[str, Any]) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """Serving with many rows: every (method, number of rows) *cell* serves the same load, in one process.
 
-The order of cells rotates from repeat to repeat, and within one number of rows the methods follow each other
-directly: a machine that is slower this minute slows what is compared alike. Each repeat has a load of its own, the same
-for all its cells, so that the spread over repeats holds both the machine's noise and the choice of requests.
+Within one number of rows the methods follow each other directly: a machine that is slower this minute slows what is
+compared alike; and from repeat to repeat their order is balanced (`selfspec.measure.order`). Each repeat has a load of
+its own, the same for all its cells, so that the spread over repeats holds both the machine's noise and the choice of
+requests.
 
 A load is served as a *closed loop* (all requests wait from the start; N rows are kept busy until the queue is empty)
 or, with `rate_per_s`, as an *open loop* (requests come in as a Poisson process whether or not a row is free).
@@ -21,17 +22,20 @@ from omegaconf import OmegaConf
 
 from selfspec.config import RESERVED_LABELS, GenerateConfig, at_least
 from selfspec.decoding import Decoder, Output
-from selfspec.drafters import Drafter
+from selfspec.decoding.reach import round_width
+from selfspec.drafters import Drafter, NoDraft
 from selfspec.errors import UserError
 from selfspec.lookahead import Lookahead, build_lookahead
-from selfspec.measure.bench import drafter_of, lookahead_of, settings_from
+from selfspec.measure.bench import draft_fingerprints, drafter_of, lookahead_of, settings_from
 from selfspec.measure.load import LoadRequest, build_lengths, make_load
+from selfspec.measure.order import balanced
 from selfspec.measure.protocol import AR, WARMUP_PASSES
 from selfspec.prompts import prompts_from_config, prompts_hash
 from selfspec.records.serving import Cell, CellKey, ServedRequest
 from selfspec.target import Target, load_target
 
 NOT_HASHED = ("out", "rows", "repeats")
+LOAD = "load_sha256"  # of all repeats, and more of them can be added
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Service:
         key = (way.label, num_rows)
         if key not in self.decoders:
             most = max(len(one.prompt_ids) + one.max_new_tokens for load in self.loads for one in load)
-            capacity = most + self.policy(way).max_drafted + 1
+            capacity = most + round_width(way.drafter or NoDraft(), self.policy(way))
             self.decoders[key] = Decoder(self.target, way.drafter, num_rows, capacity, self.config.runtime.cache)
         return self.decoders[key]
 
@@ -117,7 +121,11 @@ def assemble(config: ConcurrencyConfig) -> Service:
         for repeat in range(config.repeats)
     ]
     described = [[one.prompt_ids, one.max_new_tokens, one.arrival_s] for load in loads for one in load]
-    fingerprints = {"prompts_sha256": prompts_hash(prompts), "load_sha256": _sha256(json.dumps(described))}
+    fingerprints = {"target": target.fingerprint, "prompts_sha256": prompts_hash(prompts)}
+    fingerprints |= {LOAD: _sha256(json.dumps(described))}
+    for way in ways[1:]:
+        assert way.drafter is not None
+        fingerprints |= draft_fingerprints(way.label, way.options, way.drafter)
     return Service(config, target, ways, loads, fingerprints)
 
 
@@ -153,12 +161,11 @@ def cells(service: Service, done: AbstractSet[CellKey]) -> Iterator[Cell]:
 
 
 def cell_order(ways: Sequence[Way], rows: Sequence[int], repeat: int) -> list[tuple[Way, int]]:
-    """All cells: by number of rows, begun one number later each repeat; within it the methods, begun one later too."""
-    order = []
-    for place in (*range(repeat % len(rows), len(rows)), *range(repeat % len(rows))):
-        start = (place + repeat) % len(ways)
-        order += [(way, rows[place]) for way in [*ways[start:], *ways[:start]]]
-    return order
+    """All cells: the numbers of rows in balanced order, and within each the methods, whose turns begin one later at
+    each number of rows, so that a repeat does not have them all in the same order.
+    """
+    places = balanced(range(len(rows)), repeat)
+    return [(way, rows[place]) for place in places for way in balanced(ways, repeat + place)]
 
 
 def serve(service: Service, way: Way, num_rows: int, load: Sequence[LoadRequest]) -> list[Output]:

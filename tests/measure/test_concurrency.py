@@ -1,4 +1,4 @@
-"""The concurrency experiment as it is started: rotated cells on one load, killed, gone on with, extended, refused."""
+"""The concurrency experiment as it is started: balanced cells on one load, killed, gone on with, extended, refused."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import fcntl
 import json
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,17 @@ from hydra import compose, initialize_config_dir
 from selfspec import UserError
 from selfspec.config import conf_dir, resolve
 from selfspec.measure import concurrency
-from selfspec.measure.concurrency import ConcurrencyConfig, Way, assemble, cell_order, cells, check, served, wanted
+from selfspec.measure.concurrency import (
+    ConcurrencyConfig,
+    Way,
+    assemble,
+    cell_order,
+    cells,
+    check,
+    served,
+    wanted,
+    warm_up,
+)
 from selfspec.records.serving import read_cells
 
 ROOT = Path(__file__).parents[2]
@@ -36,16 +48,27 @@ def test_both_configs_compose_and_pass_their_checks():
     assert config_of(name="concurrency").rows == [1, 2, 4, 8, 16]
 
 
-def test_methods_on_the_same_rows_follow_each_other_and_every_order_rotates():
-    ways, rows = [Way(label, None, {}) for label in ("ar", "a", "b")], [1, 2, 4]
-    orders = [[(way.label, num_rows) for way, num_rows in cell_order(ways, rows, repeat)] for repeat in range(3)]
+@pytest.mark.parametrize(("labels", "rows"), [("abc", [1, 2, 4]), ("abcd", [1, 2, 4]), ("abc", [1, 8])])
+def test_methods_on_the_same_rows_follow_each_other_and_no_cell_always_the_same_other(labels, rows):
+    """Over as many repeats as balance needs: the methods at every number of rows, and the numbers of rows."""
+    ways = [Way(label, None, {}) for label in labels]
+    orders = [[(way.label, num_rows) for way, num_rows in cell_order(ways, rows, repeat)] for repeat in range(12)]
+    blocks = {num_rows: [] for num_rows in rows}
     for order in orders:
-        assert len(set(order)) == 9
-        assert [num_rows for _, num_rows in order[::3]] == [num_rows for _, num_rows in order[2::3]]
-    assert {order[0][1] for order in orders} == {1, 2, 4}, "no number of rows is always first"
-    for num_rows in rows:
-        firsts = [next(label for label, n in order if n == num_rows) for order in orders]
-        assert sorted(firsts) == ["a", "ar", "b"], "and among methods on the same rows none is"
+        assert len(set(order)) == len(labels) * len(rows)
+        for num_rows in rows:
+            places = [place for place, (_, n) in enumerate(order) if n == num_rows]
+            assert places == list(range(places[0], places[0] + len(labels))), "one after the other"
+            blocks[num_rows].append([order[place][0] for place in places])
+    for found in [*blocks.values(), [list(dict.fromkeys(n for _, n in order)) for order in orders]]:
+        followers = Counter(pair for block in found for pair in pairwise(block))
+        firsts = Counter(block[0] for block in found)
+        number = len(found[0])
+        assert len(followers) == number * (number - 1) and len(set(followers.values())) == 1, "after each equally often"
+        assert len(firsts) == number and len(set(firsts.values())) == 1, "and equally often first"
+    for order in orders:
+        at_rows = [tuple(label for label, n in order if n == num_rows) for num_rows in rows]
+        assert len(set(at_rows)) > 1, "not in the same order at all numbers of rows"
 
 
 def test_cells_hold_the_same_load_and_float32_tokens_do_not_depend_on_the_cell():
@@ -90,6 +113,26 @@ def test_a_killed_run_goes_on_where_it_stopped_and_can_be_extended(tmp_path):
 
     other = start(tmp_path, *small, "seed=1")
     assert other.returncode == 1 and "holds a run of another config" in other.stderr
+
+
+def test_what_was_begun_with_other_contents_is_not_gone_on_with(tmp_path):
+    small = ("num_requests=2", "rows=[1]", "repeats=1")
+    assert start(tmp_path, *small).returncode == 0
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    provenance["fingerprints"] |= {"target": "0" * 16}
+    (tmp_path / "provenance.json").write_text(json.dumps(provenance))
+    again = start(tmp_path, *small[:2], "repeats=2")
+    assert again.returncode == 1 and "was begun with other contents of: target. Choose another folder" in again.stderr
+    assert {cell.repeat for cell in read_cells(tmp_path / "cells.jsonl")} == {0}
+
+
+def test_a_cell_is_allocated_in_the_warm_up_for_trees_too():
+    service = assemble(config_of("num_requests=2", "rows=[1]", "repeats=1", "~drafters.ngram",
+                                "+drafters.early_exit.lookahead={kind: tree, branches: [3, 2]}"))  # fmt: skip
+    list(warm_up(service, done=set()))
+    allocated = {key: decoder.rows for key, decoder in service.decoders.items()}
+    list(cells(service, done=set()))
+    assert all(service.decoders[key].rows is rows for key, rows in allocated.items()) and len(allocated) == 2
 
 
 def test_two_at_once_do_not_write_into_one_folder(tmp_path):
