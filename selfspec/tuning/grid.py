@@ -170,13 +170,15 @@ def _policy(label: str, given: Any) -> dict[str, Any]:
 
 
 def _dynamic(variant: Variant, policy: Mapping[str, Any], accuracies: Sequence[Sequence[float]]) -> list[Candidate]:
-    """A dynamic tree, with the static one of its size and depth as what it is predicted by. None for drafters without
-    trees, or without a tree in the grid to know costs from.
+    """A dynamic tree, no deeper than the draft was seen to go, with the static one of its size and depth as what it is
+    predicted by. None for drafters without trees, without a tree in the grid to know costs from, or too shallow for it.
     """
     if not accuracies or not variant.tree_nodes:
         return []
     built: Any = build_lookahead(policy)
     depth = min(built.depth, len(accuracies))
+    if replace(built.growth, depth=depth).num_candidates < built.num_nodes - 1:
+        return []
     kept = {**policy, "depth": depth}
     shape, _ = best_shape(accuracies[:depth], built.num_nodes)
     return [Candidate(f"{variant.label}.{DYNAMIC}{built.num_nodes}", variant, kept, depth, shape)]

@@ -276,6 +276,18 @@ def test_a_draft_gets_no_longer_chain_than_it_can_make_and_trees_only_if_it_grow
     assert candidates_of(bandit)[-1].lookahead["num_drafted"] == [0, 1, 2]
 
 
+def test_a_dynamic_tree_is_predicted_as_the_static_one_and_can_be_built_as_it_is_run() -> None:
+    policy = {"kind": "dynamic_tree", "depth": 4, "top_k": 2, "num_nodes": 6}
+    (variant,) = variants_of("head", {"kind": "mtp"}, Grid([1, 3], [6], [policy]))
+    for depth, kept in ((3, 3), (2, 2), (1, None)):
+        found = candidates_of(variant, [[0.5, 0.3]] * depth)
+        dynamic = [one for one in found if one.lookahead["kind"] == "dynamic_tree"]
+        assert [one.lookahead["depth"] for one in dynamic] == ([kept] if kept else []), "too shallow for 6 nodes at 1"
+        for one in dynamic:
+            assert build_lookahead(one.lookahead).max_drafted == one.most == kept
+            assert one.shape == best_shape([[0.5, 0.3]] * depth, 6)[0]
+
+
 @pytest.mark.parametrize(
     ("given", "grid", "message"),
     [
