@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from selfspec.config import CompareConfig, WatchConfig, conf_dir, conf_names, load_conf, resolve
 from selfspec.drafters.registry import TRAINED
+from selfspec.lookahead import build_lookahead
 
 PRIMARIES = sorted(path.stem for path in conf_dir().glob("*.yaml"))
 NO_GROUPS = {"sweep", "hydra"}  # files for `wandb sweep` and experiments/study.py; Hydra's own groups
@@ -51,6 +52,18 @@ def _options(groups: list[str]) -> list[tuple[str, str]]:
 def test_every_option_composes_into_a_comparison(group: str, name: str) -> None:
     composed = _compose("compare", f"{group}={name}", *NEEDED.get((group, name), []))
     assert isinstance(resolve(CompareConfig, composed), CompareConfig)
+
+
+@pytest.mark.parametrize("name", conf_names("lookahead"))
+@pytest.mark.parametrize("experiment", [None, *conf_names("experiment")])
+def test_a_lookahead_asked_for_is_the_one_that_is_run(experiment: str | None, name: str) -> None:
+    """Nothing of another policy stays in it: neither an experiment's K nor the schema's."""
+    if experiment:
+        config = resolve(CompareConfig, _compose("compare", f"experiment={experiment}", f"lookahead={name}"))
+    else:
+        config = resolve(WatchConfig, _compose("generate", "prompt=hello", f"lookahead={name}"))
+    assert config.lookahead == load_conf("lookahead", name)
+    build_lookahead(config.lookahead)
 
 
 @pytest.mark.parametrize(("group", "name"), _options([*WATCH_GROUPS, "drafter"]))

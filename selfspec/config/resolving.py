@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -33,7 +34,7 @@ def typed(schema: type[AnySchema], composed: DictConfig) -> AnySchema:
         plain = OmegaConf.to_container(composed, resolve=True)
         assert isinstance(plain, dict)
         plain.pop("hydra", None)
-        merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
+        merged = OmegaConf.merge(_without_replaced(schema, plain), plain)
         missing = sorted(str(key) for key in OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"No value for {', '.join(missing)}. Give it on the command line: {missing[0]}=...")
@@ -47,6 +48,16 @@ def typed(schema: type[AnySchema], composed: DictConfig) -> AnySchema:
         raise UserError(f"Bad value for {error.full_key or 'the config'}: {problem}.") from error
     assert isinstance(config, schema)
     return config
+
+
+def _without_replaced(schema: type, plain: dict[Any, Any]) -> DictConfig:
+    """The schema's defaults, but none within a free-form dict that the config gives: it is that dict, not a mixture."""
+    defaults: DictConfig = OmegaConf.structured(schema)
+    for field in fields(schema):
+        free = field.default_factory is not MISSING and isinstance(field.default_factory(), dict)
+        if free and isinstance(plain.get(field.name), dict):
+            defaults[field.name] = {}
+    return defaults
 
 
 def _add_grid(config: CompareConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -94,6 +95,12 @@ def build_lookahead(given: int | str | Mapping[str, Any] | Lookahead) -> Lookahe
         kind = given.get("kind", "fixed")
         if not isinstance(kind, str) or kind not in POLICIES:
             raise UserError(f"No lookahead of kind {kind!r}. {allowed(str(kind), POLICIES)}")
+        known = list(inspect.signature(POLICIES[kind]).parameters)
+        if unknown := sorted(set(options) - set(known)):
+            raise UserError(
+                f"Bad options for lookahead {kind!r}: it has no {unknown[0]!r}. {allowed(unknown[0], known)} Where a "
+                f"config that you build on sets it, leave it out with a tilde, as in ~lookahead.{unknown[0]}."
+            )
         try:
             return POLICIES[kind](**options)
         except TypeError as error:

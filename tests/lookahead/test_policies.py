@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from selfspec import UserError
-from selfspec.config import conf_names
+from selfspec.config import conf_names, load_conf
 from selfspec.lookahead import POLICIES, Plan, RoundOutcome, Stopping, build_lookahead
 from selfspec.lookahead.bandit import Bandit
 from selfspec.lookahead.confidence import AdaptiveThreshold, Confidence
@@ -25,10 +25,11 @@ def outcome(plan, drafted, accepted, round_s=0.01):
 
 
 def test_every_policy_has_a_config_and_builds_from_it():
-    assert set(conf_names("lookahead")) == set(POLICIES)
+    presets = {name for name in conf_names("lookahead") if load_conf("lookahead", name)["kind"] != name}
+    assert presets == {"k1", "k2"} and set(conf_names("lookahead")) - presets == set(POLICIES)
     for name in conf_names("lookahead"):
         policy = build_lookahead(name)
-        assert type(policy) is POLICIES[name]
+        assert type(policy) is POLICIES[load_conf("lookahead", name)["kind"]]
         assert 0 <= policy.choose().num_drafted <= policy.max_drafted
 
 
