@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from selfspec.config import conf_dir
 from selfspec.errors import UserError
 from selfspec.target import Target, load_target
-from selfspec.training.config import MakeDataConfig, resolve_job
+from selfspec.training.config import MakeDataConfig, resolve_job, settled_dtype
 from selfspec.training.data import load_dataset
 from selfspec.training.draft_vocab import count_draft_vocab
 from selfspec.training.features import observe_data
@@ -43,7 +43,7 @@ def main(composed: DictConfig) -> None:
         job = resolve_job(MakeDataConfig, composed)
         if job.runtime.num_threads:
             torch.set_num_threads(job.runtime.num_threads)
-        target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device)
+        target = load_target(job.target, dtype=settled_dtype(job.runtime), device=job.runtime.device)
         prompts = job.prompts(target.tokenizer)
         manifest = make_data(target, job.data, job.out, prompts, report)
         if job.observe_layers:

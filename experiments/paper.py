@@ -50,11 +50,12 @@ def main(composed: DictConfig) -> None:
     if not config.experiments:
         raise UserError("experiments=[] names nothing to measure. Give names of conf/experiment.")
     arguments = [[f"experiment={name}", *config.overrides] for name in config.experiments]
-    folders = [folder_of(one) for one in arguments]  # every config is checked before the first is measured
+    configs = [settled(one) for one in arguments]  # every config is checked before the first is measured
+    folders = [choose_folder(one) for one in configs]
     with alone(Path(config.out)) as lock:
-        for one, folder in zip(arguments, folders, strict=True):
+        for one, settings, folder in zip(arguments, configs, folders, strict=True):
             if not (folder / "DONE").exists():
-                measure(one, lock)
+                measure(decided(one, settings), lock)
         files = build(folders, config)
     if config.readme:
         path = ROOT / config.readme
@@ -66,13 +67,18 @@ def main(composed: DictConfig) -> None:
         print(file)
 
 
-def folder_of(arguments: list[str]) -> Path:
-    """Where `compare.py` with these arguments writes."""
+def settled(arguments: list[str]) -> CompareConfig:
+    """What `compare.py` with these arguments measures here."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = resolve(CompareConfig, compose("compare", arguments))
     settle_runtime(config)
-    return choose_folder(config)
+    return config
+
+
+def decided(arguments: list[str], config: CompareConfig) -> list[str]:
+    """The arguments for a process of its own, which is not to time `fastest` again and come to another answer."""
+    return [*arguments, f"runtime.dtype={config.runtime.dtype}"]
 
 
 def build(folders: list[Path], config: PaperConfig) -> list[Path]:

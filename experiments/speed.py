@@ -34,6 +34,7 @@ def measure(config: speed.SpeedConfig) -> dict[str, Any]:
         load_s[dtype] = time.perf_counter() - begin
     device = next(iter(targets.values())).device
     bandwidth = speed.read_bandwidth(device)
+    rates = {dtype: speed.product_rate(device, target.dtype) for dtype, target in targets.items()}
     timed = speed.generation(targets, config)
     seconds = speed.interleaved(timed, config.repeats, device)
     tokens_per_s = {label: config.max_new_tokens / float(np.median(s)) for label, s in seconds.items()}
@@ -43,11 +44,16 @@ def measure(config: speed.SpeedConfig) -> dict[str, Any]:
         "fastest_hf": fastest,
         "speedup_over_fastest_hf": {label: speed.ratio(seconds[fastest], s) for label, s in seconds.items()},
         "verify": {dtype: speed.verify_cost(target, config) for dtype, target in targets.items()},
+        "pass_limit_s": {
+            dtype: {width: speed.pass_limit(target, width, bandwidth, rates[dtype]) for width in config.widths}
+            for dtype, target in targets.items()
+        },
         "round_shares": {dtype: speed.round_shares(target, config) for dtype, target in targets.items()},
         "load_and_pack_s": load_s,
         "weight_bytes": {dtype: target.weight_bytes for dtype, target in targets.items()},
         "bytes_per_step": {dtype: target.step_bytes for dtype, target in targets.items()},
         "read_bandwidth_bytes_per_s": bandwidth,
+        "product_operations_per_s": rates,
     }
 
 
@@ -63,18 +69,25 @@ def markdown(result: dict[str, Any], command: str, machine: dict[str, Any], repe
         r = result["speedup_over_fastest_hf"][label]
         lines.append(f"| {label} | {rate:.1f} | {r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}] |")
     dtypes = list(result["verify"])
-    lines += ["", "| verify width | " + " | ".join(f"{d} ms | × one token" for d in dtypes) + " |"]
-    lines.append("|---" * (1 + 2 * len(dtypes)) + "|")
+    heads = " | ".join(f"{d} ms | × one token | limit ms" for d in dtypes)
+    lines += ["", f"| verify width | {heads} |", "|---" * (1 + 3 * len(dtypes)) + "|"]
     for width in result["verify"][dtypes[0]]:
-        cells = [result["verify"][dtype][width] for dtype in dtypes]
-        texts = [f"{c['ms']:.1f} | {c['ratio']:.2f} [{c['low']:.2f}, {c['high']:.2f}]" for c in cells]
+        cells = [(result["verify"][dtype][width], result["pass_limit_s"][dtype][width]) for dtype in dtypes]
+        texts = [
+            f"{c['ms']:.1f} | {c['ratio']:.2f} [{c['low']:.2f}, {c['high']:.2f}] | {1e3 * s:.1f}" for c, s in cells
+        ]
         lines.append(f"| {width} | " + " | ".join(texts) + " |")
+    bandwidth = result["read_bandwidth_bytes_per_s"]
+    rates = ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {d}" for d, rate in result["product_operations_per_s"].items())
+    lines += [
+        "",
+        f"Limit: the larger of bytes over {bandwidth / 1e9:.0f} GB/s and operations over {rates}, both measured.",
+    ]
     lines += ["", "| round | ms | draft | verify | other |", "|---|---|---|---|---|"]
     for dtype in dtypes:
         for label, s in result["round_shares"][dtype].items():
             shares = " | ".join(f"{s[phase]:.1%}" for phase in ("draft", "verify", "other"))
             lines.append(f"| {label}, {dtype} | {s['ms']:.1f} | {shares} |")
-    bandwidth = result["read_bandwidth_bytes_per_s"]
     lines += ["", "| dtype | load + pack s | weights MB | read per step MB | one pass GB/s | of read bandwidth |"]
     lines.append("|---|---|---|---|---|---|")
     for dtype in dtypes:

@@ -20,7 +20,7 @@ from selfspec.config import conf_dir
 from selfspec.errors import UserError
 from selfspec.target import load_target
 from selfspec.tracking import Tracker, tracker_from_config
-from selfspec.training.config import TrainJobConfig, resolve_job
+from selfspec.training.config import TrainJobConfig, resolve_job, settled_dtype
 from selfspec.training.job import train_draft
 from selfspec.training.processes import Processes, joined
 from selfspec.training.progress import TrainingDisplay
@@ -29,7 +29,8 @@ from selfspec.training.progress import TrainingDisplay
 def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
     if job.runtime.num_threads:
         torch.set_num_threads(job.runtime.num_threads)
-    target = load_target(job.target, dtype=job.runtime.dtype, device=job.runtime.device, fused=False)
+    dtype = settled_dtype(job.runtime, processes)
+    target = load_target(job.target, dtype=dtype, device=job.runtime.device, fused=False)
     target.name = HydraConfig.get().runtime.choices["target"]
     command = "python experiments/train.py " + " ".join(sys.argv[1:])
     kind = str(job.drafter.get("kind"))

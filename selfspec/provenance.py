@@ -130,10 +130,18 @@ def collect(
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,  # over 1, 5, 15 minutes
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "torch": torch_state(),
+        "dtype_choices": dtype_choices(),
         "gpus": gpus(),
         "seeds": dict(seeds or {}),
         "fingerprints": redact(dict(fingerprints or {})),
     }
+
+
+def dtype_choices() -> dict[str, str]:
+    """Why this process decodes or trains in the dtype that it does, where the machine was asked (`dtype=fastest`)."""
+    from selfspec.target.fastest import choices_made
+
+    return choices_made()
 
 
 def git_state(package_dir: Path) -> dict[str, Any] | None:

@@ -86,8 +86,7 @@ def settle_runtime(config: GenerateConfig) -> None:
     if config.runtime.num_threads is not None:
         torch.set_num_threads(config.runtime.num_threads)
     if config.runtime.dtype == "fastest":
-        config.runtime.dtype_reason = fastest_dtype(device).reason
-        Console(stderr=True).print(f"runtime.dtype=fastest is {config.runtime.dtype_reason}", soft_wrap=True)
+        Console(stderr=True).print(f"runtime.dtype=fastest is {fastest_dtype(device).reason}", soft_wrap=True)
     config.runtime.dtype = str(choose_dtype(config.runtime.dtype, device)).removeprefix("torch.")
     config.runtime.device = str(device)
 
@@ -212,13 +211,16 @@ def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:
         writer.write_text("prompt_set.jsonl", "".join(to_json(line) + "\n" for line in lines))
     else:
         provenance = json.loads(path.read_text())
-        before = provenance["fingerprints"]
-        if changed := sorted(name for name in now["fingerprints"] if now["fingerprints"][name] != before.get(name)):
+        before, same_code = provenance["fingerprints"], provenance["git"] == now["git"]
+        known = {
+            name for name in now["fingerprints"] if same_code or name in before
+        }  # other code may name them otherwise
+        if changed := sorted(name for name in known if now["fingerprints"][name] != before.get(name)):
             raise UserError(
                 f"{writer.path} was begun with other contents of: {', '.join(changed)}. Delete it, or choose another "
                 "name=... for what there is now."
             )
-        if provenance["git"] != now["git"]:
+        if not same_code:
             warn(f"{writer.path} was begun by other code than this; provenance.json records both.")
         provenance["resumed"].append({name: now[name] for name in ("time_utc", "argv", "git")})
     writer.write_text("provenance.json", to_json(provenance, indent=2) + "\n")

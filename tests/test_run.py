@@ -149,6 +149,27 @@ def test_a_run_is_not_resumed_with_other_prompts_under_the_same_path(compare, mo
         compare(*arguments)
 
 
+@pytest.mark.parametrize("same_code", [False, True])
+def test_fingerprints_that_other_code_named_otherwise_are_not_called_changed(
+    same_code: bool, compare, capsys, tmp_path: Path
+) -> None:
+    _, folder = compare()
+    (folder / "DONE").unlink()
+    path = folder / "provenance.json"
+    provenance = json.loads(path.read_text())
+    name = next(name for name in provenance["fingerprints"] if name != "target")
+    provenance["fingerprints"]["named otherwise"] = provenance["fingerprints"].pop(name)
+    if not same_code:
+        provenance["git"] = {"commit": "another"}
+    path.write_text(json.dumps(provenance))
+    if same_code:
+        with pytest.raises(UserError, match=f"other contents of: {name}"):
+            compare()
+    else:
+        compare()
+        assert "begun by other code" in capsys.readouterr().err.replace("\n", " ")
+
+
 @pytest.mark.slow
 def test_kill_9_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
     overrides = ["max_new_tokens=150", "ignore_eos=true"]

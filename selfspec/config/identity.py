@@ -20,7 +20,6 @@ def canonical(config: CompareConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True, enum_to_str=True)
     assert isinstance(plain, dict)
     kept = {str(key): value for key, value in plain.items() if key not in NOT_HASHED}
-    del kept["runtime"]["dtype_reason"]
     kept["runtime"]["device"] = kept["runtime"]["device"].split(":")[0]
     if kept["runtime"]["tensor_parallel"] == 1:  # so that runs from before there was such a thing keep their names
         del kept["runtime"]["tensor_parallel"]

@@ -75,7 +75,6 @@ class RuntimeConfig:
 
     device: str = "auto"
     dtype: str = "auto"
-    dtype_reason: str | None = None  # not to be given: what `fastest` was decided by
     num_threads: int | None = None  # null: as torch chooses
     cache: str = "contiguous"  # or "paged": blocks, shared by rows with a common prefix; the same tokens
     tensor_parallel: int = 1  # processes that share the target, as many as torchrun starts; compare.py and generate.py

@@ -115,8 +115,7 @@ def read_eagle3(path: str | Path, target: Target) -> tuple[Checkpoint, Eagle3Hea
 
 def through_target(head: Eagle3Head, target: Target, token_ids_V: Tensor | None) -> nn.Linear:
     """The target's output matrix, of all tokens or these, times the head's map: `[V, M]`, multiplied in float32."""
-    head_VM = target.head_weight_VM if token_ids_V is None else target.head_weight_VM[token_ids_V]
-    product_VM = head_VM.detach().float() @ head.head_map.weight.float()
+    product_VM = target.head_rows(token_ids_V).float() @ head.head_map.weight.float()
     num_tokens, width = product_VM.shape
     linear = nn.Linear(width, num_tokens, bias=False, device="meta")
     linear.weight = nn.Parameter(product_VM.to(head.head_map.weight.dtype), requires_grad=False)

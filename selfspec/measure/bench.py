@@ -139,15 +139,15 @@ def draft_fingerprints(label: str, options: Mapping[str, Any], drafter: Drafter)
 
 
 def hashes_of_contents(options: Mapping[str, Any]) -> dict[str, str]:
-    """sha256 of every file that makes this draft, found through its options, by option and file; also those of a draft
-    inside a draft (hybrid), as `learned.checkpoint/model.safetensors`.
+    """sha256 of the files that make this draft (weights, config, skip set), found through its options, by option and
+    file; also those of a draft inside a draft (hybrid), as `learned.checkpoint/model.safetensors`.
     """
     found: dict[str, str] = {}
     for option, value in options.items():
         if isinstance(value, Mapping):
             found |= {f"{option}.{name}": digest for name, digest in hashes_of_contents(value).items()}
-        elif option in PATHS and isinstance(value, str):
-            path = Path(in_clone(value)).expanduser()
+        elif option in PATHS and isinstance(value, str | Path):
+            path = Path(in_clone(str(value))).expanduser()
             files = [path] if path.is_file() else [file for kind in CONTENTS for file in sorted(path.glob(kind))]
             found |= {f"{option}/{file.name}": hash_file(file) for file in files}
     return found

@@ -2,13 +2,16 @@
 
 Everything is timed in one process, interleaved in balanced order, and reported as medians and as ratios within a
 repeat, with a bootstrap interval: absolute times on a shared machine mean little, ratios within one minute do.
-The limit: a decoding step reads every weight once, so it cannot be faster than bytes / read bandwidth.
+The limit: a pass reads every weight once and multiplies it with every token, so it cannot be faster than bytes over
+read bandwidth, nor than operations over the rate of large products (`pass_limit`). Where the second is the larger, more
+tokens cost more in proportion, and no engine can make verification flat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import build_drafter
 from selfspec.measure.order import balanced
 from selfspec.target import Target
+from selfspec.target.packed import PackedLinear
 
 Timed = Callable[[], object]
 
@@ -64,6 +68,24 @@ def read_bandwidth(device: torch.device, megabytes: int = 256) -> float:
     numbers = torch.ones(megabytes * 2**18, dtype=torch.float32, device=device)
     seconds = interleaved({"read": numbers.sum}, 7, device)["read"]
     return numbers.nbytes / min(seconds)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+    """Operations per second of a large matrix product: what a pass over many tokens can hope for."""
+    make = partial(torch.ones, dtype=dtype, device=device)
+    weight, x = make(size, size), make(1, size, size)
+    ways = {"plain": partial(torch.nn.functional.linear, x, weight), "packed": partial(PackedLinear(weight, None), x)}
+    with torch.inference_mode():
+        seconds = interleaved(ways, 7, device)
+    return 2 * size**3 / min(min(of_one) for of_one in seconds.values())
+
+
+def pass_limit(target: Target, width: int, bandwidth: float, rate: float) -> float:
+    """Seconds that a pass over `width` tokens takes at least: every weight is read once, and multiplied with each of
+    them. Attention over the cache and everything else is left out, so that no engine can be below it.
+    """
+    num_weights = target.step_bytes / target.dtype.itemsize
+    return max(target.step_bytes / bandwidth, 2 * num_weights * width / rate)
 
 
 def generation(targets: Mapping[str, Target], config: SpeedConfig) -> dict[str, Timed]:

@@ -2,7 +2,7 @@
 
 bfloat16 halves the bytes of a decoding step, but only CPUs with AVX-512 or AMX have a packed product for it; elsewhere
 (most laptops) it is several times slower than float32, and slower still for the many tokens of training. Measured once
-per process, a quarter of a second; what was chosen and why is logged with every run (`provenance.json`).
+per process, a quarter of a second; what was chosen and why is printed, and `provenance.json` keeps it (`choices_made`).
 
 Decoding is judged by a pass over one token and one over eight (draft and verification) through more weights than the
 caches hold; training by a plain product, which is what autocast runs.
@@ -24,19 +24,30 @@ NUM_WEIGHTS = 24  # 85 MB in float32, 42 MB in bfloat16
 CLEARLY = 0.9  # of float32's time at most: near a tie the more exact one wins
 
 
+_made: dict[str, str] = {}
+
+
 @dataclass(frozen=True)
 class Choice:
     dtype: torch.dtype
     reason: str
 
 
+def choices_made() -> dict[str, str]:
+    """What this process has chosen, and why: for `decoding` and `training`, where it was asked."""
+    return dict(_made)
+
+
 def fastest_dtype(device: torch.device) -> Choice:
     """The dtype to decode in, when float32's exactness is not asked for."""
     if device.type != "cpu":
-        return Choice(torch.bfloat16, f"bfloat16 on {device.type}")
-    if not packing_available(torch.bfloat16, device):
-        return Choice(torch.float32, "float32: this CPU or torch has no packed bfloat16 product")
-    return _measured_passes(torch.get_num_threads())
+        choice = Choice(torch.bfloat16, f"bfloat16 on {device.type}")
+    elif not packing_available(torch.bfloat16, device):
+        choice = Choice(torch.float32, "float32: this CPU or torch has no packed bfloat16 product")
+    else:
+        choice = _measured_passes(torch.get_num_threads())
+    _made["decoding"] = choice.reason
+    return choice
 
 
 @cache
@@ -59,11 +70,16 @@ def _a_round(dtype: torch.dtype) -> Callable[[], None]:
     return run
 
 
-@cache
 def fastest_product(device: torch.device) -> Choice:
     """The dtype in which products over hundreds of tokens are fastest: bfloat16 means that autocast pays."""
-    if device.type != "cpu":
-        return Choice(torch.bfloat16, f"bfloat16 on {device.type}")
+    on_cpu = device.type == "cpu"
+    choice = _measured_products() if on_cpu else Choice(torch.bfloat16, f"bfloat16 on {device.type}")
+    _made["training"] = choice.reason
+    return choice
+
+
+@cache
+def _measured_products() -> Choice:
     products = {dtype: _a_product(dtype) for dtype in (torch.float32, torch.bfloat16)}
     return _choice(products, "256 tokens through one matrix")
 

@@ -61,6 +61,8 @@ def load_target(
     tensor_parallel: the processes, started by torchrun, that share the target (`selfspec.target.tensor_parallel`).
     Every one of them has to make the same calls.
     """
+    if dtype == "fastest" and tensor_parallel > 1:
+        raise UserError("dtype='fastest' is timed by every rank for itself. Give 'float32' or 'bfloat16'.")
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     config, name = _as_config(name_or_path, trust_remote_code)

@@ -111,6 +111,17 @@ class Target:
             return self.hf_model.get_output_embeddings().weight
         return whole(self.head_module.weight)
 
+    def head_rows(self, token_ids_V: Tensor | None = None) -> Tensor:
+        """The LM head's plain weight `[V, M]`, of all tokens or these. A model that had to be loaded again for it is
+        let go again: an untied target that was packed stays in memory once.
+        """
+        released = self._model is None
+        head_VM = self.head_weight_VM.detach()
+        rows_VM = head_VM if token_ids_V is None else head_VM[token_ids_V]
+        if released:
+            self._model = None
+        return rows_VM
+
     @cached_property
     def fingerprint(self) -> str:
         """Names these weights: what drafts and training text made for this target are checked against."""
@@ -218,7 +229,7 @@ class Target:
         For drafts: q then has smaller support, which costs acceptance and never exactness.
         """
         bias = getattr(self.head_module, "bias", None)
-        linear = PackedLinear(self.head_weight_VM[token_ids_N], None if bias is None else bias[token_ids_N])
+        linear = PackedLinear(self.head_rows(token_ids_N), None if bias is None else bias[token_ids_N])
 
         def unembed(normed_BTM: Tensor) -> Tensor:
             return spread(self.family.finish_logits(linear(normed_BTM), self.config), token_ids_N, self.vocab_size)

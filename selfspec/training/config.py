@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from selfspec.config import RuntimeConfig, TargetConfig
 from selfspec.errors import UserError
+from selfspec.target.fastest import fastest_dtype
+from selfspec.target.loading import choose_device
 from selfspec.training.data import DataConfig
 from selfspec.training.passage_prompts import PassageConfig, passage_prompts
+from selfspec.training.processes import Processes
 from selfspec.training.prompt_sources import GivenPrompt, PromptDatasetConfig, read_dataset, read_prompts
-from selfspec.training.trainer import TrainConfig
+from selfspec.training.trainer import ALONE, TrainConfig
 
 
 @dataclass
@@ -98,3 +103,14 @@ def resolve_job(schema: type[Job], composed: DictConfig) -> Job:
     if getattr(getattr(job, "runtime", None), "tensor_parallel", 1) > 1:
         raise UserError("runtime.tensor_parallel is for compare.py and generate.py. Leave it at 1 here.")
     return job
+
+
+def settled_dtype(runtime: RuntimeConfig, processes: Processes = ALONE) -> str:
+    """The target's dtype; `fastest` is decided by the first process's clock for all of them, and said."""
+    if runtime.dtype != "fastest":
+        return runtime.dtype
+    device = choose_device(runtime.device)
+    choice = fastest_dtype(device)
+    if processes.first:
+        print(f"runtime.dtype=fastest is {choice.reason}", file=sys.stderr)
+    return "bfloat16" if processes.decided_by_first(choice.dtype == torch.bfloat16, device) else "float32"

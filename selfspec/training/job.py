@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from selfspec.errors import UserError
 from selfspec.target import Target
-from selfspec.target.fastest import fastest_product
+from selfspec.target.fastest import choices_made, fastest_product
 from selfspec.training.batches import Batches
 from selfspec.training.beginning import begin_with
 from selfspec.training.card import SUMMARY, write_card
@@ -57,6 +57,8 @@ def train_draft(
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)
     settings = {name: value for name, value in asdict(config).items() if name not in (*HOW_OFTEN, "begin_with")}
+    if config.autocast is None:  # left open, it is no part of the run's name: that of the runs from before it could be
+        settings["autocast"] = True
     what = {"kind": kind, "draft": draft_options, "target": identity, "data_manifest_sha256": dataset.manifest_sha256}
     if config.begin_with:
         what["begun_with"] = begin_with(trainee, kind, config.begin_with, target)
@@ -102,6 +104,7 @@ def train_draft(
     if processes.first:
         _save(trainee, folder)
         facts = {**what, "train": asdict(config), "run_key": run_key, "processes": processes.count}
+        facts |= {"target_dtype": str(target.dtype).removeprefix("torch."), "dtype_choices": choices_made()}
         notes = trainee.describe(summary) if isinstance(trainee, Described) else []
         write_card(folder, trainee.module, facts, dataset, summary, command, notes)
         for name in (STATE, BEST):

@@ -18,16 +18,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from made_runs import made_records, write_run
 from omegaconf import OmegaConf
 
+import selfspec.run
 from selfspec.config import CompareConfig, conf_dir, conf_names, resolve
 from selfspec.errors import UserError
 from selfspec.prompts import check_apart, prompts_from_config
 from selfspec.records import TraceRecord, read_run, write_traces
 from selfspec.report.headline import END, START, fill_in, headline
 from selfspec.report.runs import load_runs
+from selfspec.target.fastest import Choice
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 600.0  # a machine with more to do than cores is slow without being broken
@@ -162,6 +165,19 @@ def test_a_measurement_that_a_killed_paper_left_is_waited_for(tmp_path, monkeypa
         assert ended.exists()
     assert "waiting for its end" in capsys.readouterr().out
     child.wait()
+
+
+def test_the_dtype_that_is_faster_is_decided_once_for_a_study(monkeypatch):
+    """By the parent: the process that measures would otherwise look at the clock again, and write elsewhere."""
+    entry, folders = paper(), []
+    arguments = ["experiment=smoke_tiny", "runtime=fastest"]
+    for dtype in (torch.bfloat16, torch.float32):
+        for module in (selfspec.run, selfspec.target.loading):
+            monkeypatch.setattr(module, "fastest_dtype", lambda device, dtype=dtype: Choice(dtype, "by this clock"))
+        config = entry.settled(arguments)
+        arguments = entry.decided(arguments, config)
+        folders.append(entry.choose_folder(config))
+    assert config.runtime.dtype == "bfloat16" and folders[0] == folders[1]
 
 
 @pytest.mark.slow

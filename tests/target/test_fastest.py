@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from selfspec.config import CompareConfig, config_hash, validate
 from selfspec.errors import UserError
+from selfspec.measure.concurrency import ConcurrencyConfig
+from selfspec.measure.concurrency import config_hash as concurrency_hash
+from selfspec.provenance import collect
 from selfspec.run import settle_runtime
 from selfspec.target import fastest, load_target
 from selfspec.target.packed import packing_available
+from selfspec.training.config import settled_dtype
+from selfspec.tuning.costs import costs_file
 
 CPU = torch.device("cpu")
 
@@ -30,11 +38,12 @@ def clock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fastest, "_a_round", timed)
     monkeypatch.setattr(fastest, "_a_product", timed)
     monkeypatch.setattr(fastest, "packing_available", lambda dtype, device: True)
+    monkeypatch.setattr(fastest, "_made", {})
     fastest._measured_passes.cache_clear()
-    fastest.fastest_product.cache_clear()
+    fastest._measured_products.cache_clear()
     yield seconds
     fastest._measured_passes.cache_clear()
-    fastest.fastest_product.cache_clear()
+    fastest._measured_products.cache_clear()
 
 
 @pytest.mark.parametrize(("half", "chosen"), [(0.5, torch.bfloat16), (0.95, torch.float32), (6.0, torch.float32)])
@@ -61,8 +70,33 @@ def test_a_run_is_named_by_the_dtype_and_says_why(clock, capsys):
     for config in (chosen, given):
         settle_runtime(config)
     assert chosen.runtime.dtype == "bfloat16" and config_hash(chosen) == config_hash(given)
-    assert "0.50 of float32's time" in str(chosen.runtime.dtype_reason) and given.runtime.dtype_reason is None
-    assert "runtime.dtype=fastest is bfloat16" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("runtime.dtype=fastest is bfloat16") == 1
+    assert "0.50 of float32's time" in collect()["dtype_choices"]["decoding"]
+
+
+def test_what_was_measured_about_it_is_in_no_hash(clock):
+    """The ratio differs from one start to the next; a run, its tuning costs and its concurrency cells stay the same."""
+    hashes = []
+    for half in (0.5, 0.4):
+        clock[torch.bfloat16] = half
+        fastest._measured_passes.cache_clear()
+        serving, tuning = ConcurrencyConfig(), CompareConfig()
+        for config in (serving, tuning):
+            config.runtime.device, config.runtime.dtype = "cpu", "fastest"
+            settle_runtime(config)
+        hashes.append((concurrency_hash(serving), costs_file(Path(), tuning, "f", [], []), config_hash(tuning)))
+    assert hashes[0] == hashes[1]
+
+
+def test_training_takes_the_first_process_choice_and_says_it_once(clock, capsys):
+    clock[torch.bfloat16] = 6.0
+    runtime = CompareConfig().runtime
+    runtime.device, runtime.dtype = "cpu", "fastest"
+    assert settled_dtype(runtime) == "float32" and "fastest is float32" in capsys.readouterr().err
+    other = SimpleNamespace(first=False, decided_by_first=lambda decision, device: True)
+    assert settled_dtype(runtime, other) == "bfloat16" and capsys.readouterr().err == ""
+    runtime.dtype = "float64"
+    assert settled_dtype(runtime) == "float64"
 
 
 def test_what_this_machine_chooses_is_what_is_loaded():
@@ -77,3 +111,5 @@ def test_ranks_do_not_choose_each_for_itself():
     config.runtime.dtype, config.runtime.tensor_parallel = "fastest", 2
     with pytest.raises(UserError, match="Give float32 or bfloat16"):
         validate(config)
+    with pytest.raises(UserError, match="Give 'float32' or 'bfloat16'"):
+        load_target("random-tiny", "fastest", "cpu", tensor_parallel=2)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layer_drafts import random_draft
 
-from selfspec import UserError, build_drafter, decode, load_target, wrap_target
+from selfspec import UserError, build_drafter, decode, load_drafter, load_target, wrap_target
 from selfspec.target import packed
+from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.fused import FUSABLE, fuse
 from selfspec.target.packed import PackedLinear, packing_available
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
@@ -107,6 +109,26 @@ def test_packing_holds_the_weights_once_except_a_tied_head_and_the_plain_model_c
     out = target.hf_model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, 9:].tolist()
     assert decode(target, None, [ids], max_new_tokens=8)[0].token_ids == out
     assert torch.equal(target.head_weight_VM, plain.head_weight_VM)
+
+
+@pytest.mark.parametrize("draft", [{"d_vocab": 20}, {"own_head": False}])
+def test_rows_of_an_untied_head_are_read_without_keeping_the_model_that_they_are_read_from(draft, tmp_path):
+    """A packed target is in memory once; its plain weights, loaded again for a draft's head, are let go again."""
+    tiny_llama(tied=False).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = load_target(str(tmp_path), "float32")
+    assert not target.tied and target._model is None
+    if "d_vocab" in draft:
+        assert target.head_rows(torch.arange(20)).shape == (20, target.width) and target._model is None
+        build_drafter("early_exit", target, exit_layer=2, **draft)
+    else:
+        plain = load_target(str(tmp_path), "float32", fused=False)
+        load_drafter(
+            random_draft("eagle3", plain, tmp_path / "d", feature_layers=(0, 1, 2), num_steps=1, **draft), target
+        )
+    assert target._model is None
+    kept = target.hf_model  # asked for, it stays
+    assert torch.equal(target.head_rows(), target.head_weight_VM) and target._model is kept
 
 
 def test_asking_for_fused_layers_where_there_are_none_is_an_error():

@@ -40,7 +40,10 @@ def test_left_open_it_is_what_is_faster_and_a_resumed_run_stays_the_same_run(
     train(99)  # goes on, also where the choice has changed
     assert "products in float32: by the first clock" in said and "products in the second clock" in said
     facts = json.loads((tmp_path / "o" / "training.json").read_text())
-    assert facts["train"]["autocast"] is (dtype == torch.bfloat16)
+    assert facts["train"]["autocast"] is (dtype == torch.bfloat16) and facts["target_dtype"] == "float32"
+    named_true = TrainConfig(steps=3, log_every=1, autocast=True, **SETTINGS)
+    again = job.train_draft(chat_target, "eagle3", OPTIONS, named_true, data, tmp_path / "o", "c", lambda _: None)
+    assert again == facts["held_out"], "drafts from before the choice existed are of autocast=true: the same command"
     steps = [json.loads(line).get("step") for line in (tmp_path / "o" / "log.jsonl").read_text().splitlines()]
     assert max(steps) == 3
 
