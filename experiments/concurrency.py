@@ -41,6 +41,7 @@ from selfspec.report.concurrency import concurrency_figure, concurrency_tables, 
 from selfspec.report.figures import to_bytes
 from selfspec.report.render import print_table, to_markdown
 from selfspec.run import entry_point, machine_of, progress_bar, settle_runtime
+from selfspec.target.fastest import choices_made
 
 
 def measure_into(folder: Path, config: ConcurrencyConfig) -> None:
@@ -78,7 +79,7 @@ def begun(folder: Path, config: ConcurrencyConfig) -> dict[str, Any] | None:
 
 def begin(folder: Path, config: ConcurrencyConfig, service: Service, earlier: dict[str, Any] | None) -> None:
     """config.yaml and provenance.json; a resumed run adds its own code and time to the first's."""
-    now = collect(seeds={"seed": config.seed}, fingerprints=service.fingerprints)
+    now = collect(seeds={"seed": config.seed}, fingerprints=service.fingerprints, dtype_choices=choices_made())
     if earlier is None:
         earlier = {"config_hash": config_hash(config), "machine": machine_of(now), **now, "resumed": []}
     elif earlier["machine"] != machine_of(now):

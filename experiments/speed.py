@@ -24,6 +24,7 @@ from selfspec.config import resolve
 from selfspec.measure import speed
 from selfspec.provenance import collect
 from selfspec.run import entry_point, machine_of, settle_runtime
+from selfspec.target.fastest import choices_made
 
 
 def measure(config: speed.SpeedConfig) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def main(composed: DictConfig) -> None:
     settle_runtime(config)
     torch.manual_seed(0)
     result = measure(config)
-    provenance = collect()
+    provenance = collect(dtype_choices=choices_made())
     command = "python experiments/speed.py " + " ".join(sys.argv[1:])
     text = markdown(result, command, machine_of(provenance), config.repeats)
     Console().print(Markdown(text))

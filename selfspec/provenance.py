@@ -112,10 +112,12 @@ def collect(
     seeds: Mapping[str, int] | None = None,
     fingerprints: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
+    dtype_choices: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Everything about this process that a number may depend on, ready for provenance.json.
 
     `fingerprints` are hashes that only the caller knows: of the target, the draft, the prompts. `argv`: sys.argv.
+    `dtype_choices`: of `selfspec.target.fastest`, where the machine was asked.
     """
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -130,18 +132,11 @@ def collect(
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,  # over 1, 5, 15 minutes
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
         "torch": torch_state(),
-        "dtype_choices": dtype_choices(),
+        "dtype_choices": dict(dtype_choices or {}),
         "gpus": gpus(),
         "seeds": dict(seeds or {}),
         "fingerprints": redact(dict(fingerprints or {})),
     }
-
-
-def dtype_choices() -> dict[str, str]:
-    """Why this process decodes or trains in the dtype that it does, where the machine was asked (`dtype=fastest`)."""
-    from selfspec.target.fastest import choices_made
-
-    return choices_made()
 
 
 def git_state(package_dir: Path) -> dict[str, Any] | None:

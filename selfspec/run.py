@@ -41,7 +41,7 @@ from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, wr
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
 from selfspec.report.tables import comparison_table
-from selfspec.target.fastest import fastest_dtype
+from selfspec.target.fastest import choices_made, fastest_dtype
 from selfspec.target.loading import choose_device, choose_dtype
 from selfspec.tracking import Tracker, log_result, tracker_from_config
 
@@ -190,7 +190,7 @@ def open_writer(folder: Path) -> RunWriter:
 
 def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:
     """config.yaml, overrides.yaml and provenance.json; a resumed run adds its own code and time to the last."""
-    now = collect(seeds={"seed": config.seed}, fingerprints=bench.fingerprints)
+    now = collect(seeds={"seed": config.seed}, fingerprints=bench.fingerprints, dtype_choices=choices_made())
     path = writer.path / "provenance.json"
     if not path.exists():
         writer.write_text("config.yaml", OmegaConf.to_yaml(OmegaConf.create(redact(asdict(config)))))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
-from selfspec.config import CompareConfig, config_hash, validate
+from selfspec.config import CompareConfig, conf_dir, config_hash, validate
 from selfspec.errors import UserError
 from selfspec.measure.concurrency import ConcurrencyConfig
 from selfspec.measure.concurrency import config_hash as concurrency_hash
-from selfspec.provenance import collect
-from selfspec.run import settle_runtime
+from selfspec.run import run_compare, settle_runtime
 from selfspec.target import fastest, load_target
 from selfspec.target.packed import packing_available
 from selfspec.training.config import settled_dtype
@@ -34,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch):
 
         return run
 
-    monkeypatch.setattr(fastest.time, "perf_counter", lambda: ticks["at"])
+    monkeypatch.setattr(fastest, "time", SimpleNamespace(perf_counter=lambda: ticks["at"]))
     monkeypatch.setattr(fastest, "_a_round", timed)
     monkeypatch.setattr(fastest, "_a_product", timed)
     monkeypatch.setattr(fastest, "packing_available", lambda dtype, device: True)
@@ -71,7 +72,17 @@ def test_a_run_is_named_by_the_dtype_and_says_why(clock, capsys):
         settle_runtime(config)
     assert chosen.runtime.dtype == "bfloat16" and config_hash(chosen) == config_hash(given)
     assert capsys.readouterr().err.count("runtime.dtype=fastest is bfloat16") == 1
-    assert "0.50 of float32's time" in collect()["dtype_choices"]["decoding"]
+    assert "0.50 of float32's time" in fastest.choices_made()["decoding"]
+
+
+def test_a_run_keeps_why(clock, tmp_path):
+    """In the provenance of compare.py, whose dtype alone would not tell."""
+    clock[torch.bfloat16] = 6.0
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        arguments = ["experiment=smoke_tiny", "runtime=fastest", "runtime.device=cpu", f"output_dir={tmp_path}"]
+        run_compare(compose("compare", arguments))
+    (path,) = tmp_path.rglob("provenance.json")
+    assert "6.00 of float32's time" in json.loads(path.read_text())["dtype_choices"]["decoding"]
 
 
 def test_what_was_measured_about_it_is_in_no_hash(clock):
