@@ -8,8 +8,9 @@ verification needs. torch reaches that layout through `torch.ops.mkldnn._linear_
 which is private: so every use is here, is checked against `F.linear` when a weight is packed, and falls back to it.
 
 oneDNN chooses the layout for a number of tokens that it is told. Told one token in float32, it leaves the weight
-row-major, and a pass over two tokens then costs twice one over a single token (`experiments/LOG.md`); told a number
-above one, it blocks it, which is as fast for one token and up to twice as fast for more. In bfloat16 it always blocks.
+row-major, and a pass over two tokens then costs half as much again as one over a single token (`experiments/LOG.md`);
+told a number above one, it blocks it, which is as fast for one token and faster for more. In bfloat16, told one, two
+tokens cost little more than one (`experiments/smollm2/speed`).
 
 Cost: packing copies the weight; drop the original if memory matters (`selfspec.target.fused` does, layer by layer).
 """

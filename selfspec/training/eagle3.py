@@ -30,7 +30,7 @@ from selfspec.training.draft_vocab import draft_vocabulary
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import HeadLoss, head_loss
 from selfspec.training.packed import TRAINABLE, LayerRunner, reduced_head
-from selfspec.training.rounds import Slots, slots_of, starts_of
+from selfspec.training.rounds import Slots
 from selfspec.training.trainee import check_options
 from selfspec.training.unrolled import (
     ChainLoss,
@@ -130,9 +130,7 @@ class Eagle3Trainee:
         return unroll(self.unrollable, features_BTM, embedded, batch.positions_BT, batch.attention_mask()[:, 0], slots)
 
     def _steps(self, batch: Batch) -> list[Step]:
-        starts = starts_of(batch, self.options.num_steps)
-        slots, slot_N = slots_of(starts, batch)
-        return supervised_steps(self._states(batch, slots), starts, slot_N)
+        return supervised_steps(self._states, batch, self.options.num_steps)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from selfspec.target import Target
 from selfspec.training.batches import Batch
 from selfspec.training.evaluate import Validation
 from selfspec.training.losses import CHUNK, HeadLoss, acceptance, restrict
-from selfspec.training.rounds import Slots, Starts
+from selfspec.training.rounds import Slots, slots_of, starts_of
 
 Step = tuple[Tensor, Tensor, Tensor]  # hidden states [N, M] at the supervised positions, those (flat), teacher rows
 
@@ -122,12 +122,12 @@ def embedded_steps(target: Target, batch: Batch, num_steps: int, slots: Slots) -
     return [first, *later]
 
 
-def supervised_steps(states: Sequence[Tensor], starts: Starts, slot_N: Tensor) -> list[Step]:
-    """Of each step's states `[B, S, M]` those that are supervised: a round begins there, and its j-th draft is an
-    answer token.
-    """
+def supervised_steps(states: Callable[[Batch, Slots], Sequence[Tensor]], batch: Batch, num_steps: int) -> list[Step]:
+    """Of each step's states `[B, S, M]`, made where rounds begin, those whose draft is an answer token."""
+    starts = starts_of(batch, num_steps)
+    slots, slot_N = slots_of(starts, batch)
     steps = []
-    for hidden_BSM, usable_N, label_N in zip(states, starts.usable_KN, starts.label_KN, strict=True):
+    for hidden_BSM, usable_N, label_N in zip(states(batch, slots), starts.usable_KN, starts.label_KN, strict=True):
         rounds = usable_N.nonzero()[:, 0]
         steps.append((hidden_BSM.flatten(0, 1)[slot_N[rounds]], starts.at_N[rounds], label_N[rounds]))
     return steps
