@@ -45,7 +45,8 @@ def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
                 tracker.log(numbers, step=int(record["step"]))
 
         options = job.draft_options()
-        summary = train_draft(target, kind, options, job.train, job.data, job.out, command, report, processes)
+        how = job.train, job.data, job.out, command, report, processes, job.data_shards
+        summary = train_draft(target, kind, options, *how)
     if processes.first:
         tracker.summary(summary)
         folder = Path(job.out).expanduser()

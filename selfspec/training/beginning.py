@@ -1,7 +1,8 @@
 """Going on from a trained draft: its weights as the beginning of another run, on other text, say.
 
-The draft must be of the same kind, target and make (feature layers, exit, heads, sizes). Its draft vocabulary may be
-another one: rows of tokens that both have are taken over, the others begin as in a fresh run.
+The draft must be of the same kind, target and make (feature layers, exit, heads, sizes), or a larger one
+(`selfspec.training.smaller`). Its draft vocabulary may be another one: rows of tokens that both have are taken over,
+the others begin as in a fresh run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from selfspec.drafters.checkpoint import read_checkpoint
 from selfspec.drafters.independent import read_token_ids
 from selfspec.errors import UserError
 from selfspec.target import Target
+from selfspec.training.smaller import made_smaller, shrinks
 from selfspec.training.trainee import Trainee
 
 VOCABULARY_ROWS = ("lm_head.weight", "model.embed_tokens.weight")
@@ -33,8 +35,9 @@ def begin_with(trainee: Trainee, kind: str, path: str | Path, target: Target) ->
     """
     folder = Path(path).expanduser()
     weights, token_ids = _read(folder, kind, target)
-    _check_same_make(trainee, kind, folder)
     ours: dict[str, Tensor] = trainee.module.state_dict()
+    if _larger(trainee, kind, folder):
+        weights = made_smaller(weights, token_ids, ours, target)
     if "lm_head.weight" in ours and "lm_head.weight" not in weights:  # tied, and written once
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     if set(weights) != set(ours):
@@ -68,20 +71,25 @@ def _read(folder: Path, kind: str, target: Target) -> tuple[dict[str, Tensor], T
     return weights, read_token_ids(folder, target)
 
 
-def _check_same_make(trainee: Trainee, kind: str, folder: Path) -> None:
-    """What both would write into config.json, apart from MAY_DIFFER."""
+def _larger(trainee: Trainee, kind: str, folder: Path) -> bool:
+    """Whether the draft there is a larger one, by what both would write into config.json. UserError where they differ
+    otherwise, apart from MAY_DIFFER.
+    """
     if kind == "independent":
-        return  # its shapes say it all
+        return False  # its shapes say it all
     with tempfile.TemporaryDirectory() as aside:
         trainee.save(Path(aside))
         ours, theirs = (json.loads((at / "config.json").read_text()) for at in (Path(aside), folder))
-    here = _flat(ours)
-    for name, value in _flat(theirs).items():  # what an older draft does not say yet had no other value
-        if name not in MAY_DIFFER and here.get(name) != value:
+    here, there = _flat(ours), _flat(theirs)
+    smaller = {name for name, value in here.items() if shrinks(name, there.get(name), value)}
+    for name, value in there.items():  # what an older draft does not say yet had no other value
+        if name not in (*MAY_DIFFER, *smaller) and here.get(name) != value:
             raise UserError(
                 f"train.begin_with={folder} was trained with {name}={value!r}, this draft has {here.get(name)!r}. Give "
-                "the same options."
+                "the same options, or those of a smaller draft: own_head=false, feed_forward=false, or a smaller "
+                "intermediate_size."
             )
+    return bool(smaller)
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:

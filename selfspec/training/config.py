@@ -67,6 +67,7 @@ class TrainJobConfig:
     draft_defaults: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind; `draft` goes before them
     train: TrainConfig = field(default_factory=TrainConfig)
     data: Any = MISSING  # a data folder, or a list of them
+    data_shards: int | None = None  # of each folder, the first so many
     out: str = MISSING
     tracking: dict[str, Any] = field(default_factory=dict)
 

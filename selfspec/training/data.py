@@ -176,15 +176,11 @@ def write_manifest(
     """Rebuild manifest.json from the shards: what is in the folder, made by which settings from which target, and from
     which prompts (their number and hash; None: its own).
     """
-    shards, rejected = [], Counter[str]()
-    totals = {f"{split}_{what}": 0 for split in ("train", "held_out") for what in ("samples", "answer_tokens")}
+    shards, rejected, all_samples = [], Counter[str](), list[Sample]()
     for path in shard_paths(folder):
         samples, _, reasons = read_shard(path)
         rejected.update(reasons)
-        for sample in samples:
-            split = "held_out" if sample.held_out else "train"
-            totals[f"{split}_samples"] += 1
-            totals[f"{split}_answer_tokens"] += sample.answer_len
+        all_samples += samples
         shards.append(
             {
                 "file": path.name,
@@ -199,13 +195,22 @@ def write_manifest(
         "target": target,
         "prompts": prompts,
         "settings": asdict(config),
-        "totals": totals,
+        "totals": _totals(all_samples),
         "rejected_prompts": dict(sorted(rejected.items())),
         "shards": shards,
     }
     text = json.dumps(manifest, indent=2, sort_keys=True) + "\n"
     write_atomically(folder / MANIFEST, lambda partial: partial.write_text(text))
     return manifest
+
+
+def _totals(samples: Sequence[Sample]) -> dict[str, int]:
+    totals = {f"{split}_{what}": 0 for split in ("train", "held_out") for what in ("samples", "answer_tokens")}
+    for sample in samples:
+        split = "held_out" if sample.held_out else "train"
+        totals[f"{split}_samples"] += 1
+        totals[f"{split}_answer_tokens"] += sample.answer_len
+    return totals
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -232,12 +237,15 @@ def check_same_settings(
         )
 
 
-def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
-    """Every sample that the manifests of one or several folders list, the hashes checked.
+def load_dataset(folders: str | Path | Sequence[str | Path], num_shards: int | None = None) -> Dataset:
+    """Every sample that the manifests of one or several folders list, the hashes checked; num_shards: of the first so
+    many shards of each folder, and its manifest is of these alone.
 
     Raises UserError: no data there, a folder given twice, a shard missing or changed, no answers to learn from or none
     held out.
     """
+    if num_shards is not None and num_shards < 1:
+        raise UserError(f"data_shards={num_shards} must be at least 1, or null for all.")
     given = [folders] if isinstance(folders, str | Path) else list(folders)
     paths = [Path(folder).expanduser() for folder in given]
     if not paths or len({path.resolve() for path in paths}) < len(paths):
@@ -248,8 +256,12 @@ def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
         manifest = read_manifest(folder)
         if manifest is None or not manifest["shards"]:
             raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+        manifest["shards"] = manifest["shards"][:num_shards]
+        read = _shards(folder, manifest, first_index=number * FOLDER_STRIDE)
+        if num_shards is not None:
+            manifest["totals"] = _totals([sample for shard in read for sample in shard.samples])
         manifests[folder] = manifest
-        shards += _shards(folder, manifest, first_index=number * FOLDER_STRIDE)
+        shards += read
     # The order does not depend on which text was finished first.
     samples = sorted((sample for shard in shards for sample in shard.samples), key=lambda sample: sample.index)
     samples = [s for s in samples if s.answer_len > 0 and s.prompt_len > 0]  # others hold no label
@@ -263,7 +275,9 @@ def load_dataset(folders: str | Path | Sequence[str | Path]) -> Dataset:
                 "learn from or to validate on. Make more data, or set held_out_share."
             )
     digests = [hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest() for path in paths]
-    digest = digests[0] if len(paths) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    if num_shards is not None:
+        digests.append(f"first {num_shards} shards")
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Dataset(train, held_out, shards, manifests, digest)
 
 

@@ -43,16 +43,17 @@ def train_draft(
     command: str = "",
     report: Callable[[dict[str, Any]], None] = lambda record: None,
     processes: Processes = ALONE,
+    num_shards: int | None = None,
 ) -> dict[str, Any]:
-    """Train a draft of `kind` for `target` on one or several data folders and write it to `out`; returns the held-out
-    summary (not the first of several processes: {}). A finished run is not repeated.
+    """Train a draft of `kind` for `target` on one or several data folders (the first num_shards of each) and write it
+    to `out`; returns the held-out summary (not the first of several processes: {}). A finished run is not repeated.
 
     Raises UserError: no usable data, data of another target or template, unknown options, another run in `out`.
     """
     folder = Path(out).expanduser()
     trainee = build_trainee(kind, target, draft_options)  # first: it is where most mistakes show
     trainee.module.to(target.device)
-    dataset = load_dataset(data)
+    dataset = load_dataset(data, num_shards)
     _check_positions(trainee, dataset.train)
     template = template_of(target.tokenizer)
     identity = target_identity(target, template.before + template.after)

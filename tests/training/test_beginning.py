@@ -86,7 +86,7 @@ def test_a_draft_of_another_make_is_refused(chat_target: Target, tmp_path: Path)
     begin_with(build_trainee("eagle3", chat_target, MADE["eagle3"]), "eagle3", tmp_path / "draft", chat_target)
     for kind, options, message in (
         ("eagle3", {"feature_layers": (0, 0, 2)}, "feature_layers"),
-        ("eagle3", {"feature_layers": (0, 1, 2), "intermediate_size": 24}, "intermediate_size"),
+        ("eagle3", {"feature_layers": (0, 1, 2), "intermediate_size": 4096}, "intermediate_size"),
         ("hydra", {}, "kind"),
     ):
         with pytest.raises(UserError, match=message):
@@ -96,6 +96,62 @@ def test_a_draft_of_another_make_is_refused(chat_target: Target, tmp_path: Path)
     with pytest.raises(UserError, match="not a trained draft"):
         options = MADE["independent"]
         begin_with(build_trainee("independent", chat_target, options), "independent", tmp_path / "no", chat_target)
+
+
+def begun(kind: str, options: dict[str, Any], folder: Path, target: Target) -> dict[str, torch.Tensor]:
+    trainee = build_trainee(kind, target, options)
+    begin_with(trainee, kind, folder, target)
+    weights: dict[str, torch.Tensor] = trainee.module.state_dict()
+    return weights
+
+
+def test_a_map_begins_as_the_larger_drafts_own_output_matrix(
+    chat_target: Target, vocabularies: tuple[str, str], tmp_path: Path
+):
+    options = {**MADE["eagle3"], "draft_vocab": vocabularies[0], "d_vocab": 100}
+    larger = build_trainee("eagle3", chat_target, options)
+    map_MM = torch.eye(chat_target.width) + 0.1 * torch.randn(chat_target.width, chat_target.width)
+    head: Any = larger.module.get_submodule("lm_head")
+    with torch.no_grad():  # a matrix that the target's is equal to, behind this map
+        head.weight.copy_(head.weight @ map_MM)
+    (tmp_path / "draft").mkdir()
+    larger.save(tmp_path / "draft")
+    smaller = begun("eagle3", {**options, "own_head": False}, tmp_path / "draft", chat_target)
+    torch.testing.assert_close(smaller["head_map.weight"].T, map_MM, rtol=0, atol=0.03)  # it was saved in bfloat16
+    assert "lm_head.weight" not in smaller
+    with pytest.raises(UserError, match="own_head"):  # there is no way back
+        begun_with_map = build_trainee("eagle3", chat_target, {**options, "own_head": False})
+        (tmp_path / "small").mkdir()
+        begun_with_map.save(tmp_path / "small")
+        begun("eagle3", options, tmp_path / "small", chat_target)
+
+
+def test_the_neurons_that_add_most_are_kept_together(chat_target: Target, tmp_path: Path):
+    larger: Any = saved(chat_target, "eagle3", {**MADE["eagle3"], "intermediate_size": 12}, tmp_path / "draft")
+    weights = {name: tensor.clone() for name, tensor in larger.module.state_dict().items()}
+    gate, up, down = (f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    kept = torch.tensor([1, 4, 5, 7, 11])
+    with torch.no_grad():
+        mlp = larger.module.get_submodule("layers.0.mlp")
+        others = torch.ones(12).index_fill(0, kept, 0).bool()
+        mlp.gate_proj.weight[others] *= 0.125
+        mlp.down_proj.weight[:, others] *= 0.125
+    larger.save(tmp_path / "draft")
+    smaller = begun("eagle3", {**MADE["eagle3"], "intermediate_size": 5}, tmp_path / "draft", chat_target)
+    assert torch.equal(smaller[gate], weights[gate][kept])
+    assert torch.equal(smaller[up], weights[up][kept])
+    assert torch.equal(smaller[down], weights[down][:, kept])
+
+
+def test_attention_alone_begins_with_the_whole_layers(chat_target: Target, tmp_path: Path):
+    larger: Any = saved(chat_target, "exit_adapter", MADE["exit_adapter"], tmp_path / "draft")
+    options = {**MADE["exit_adapter"], "feed_forward": False}
+    smaller = begun("exit_adapter", options, tmp_path / "draft", chat_target)
+    theirs = larger.module.state_dict()
+    assert {name for name in theirs if name not in smaller} == {
+        name for name in theirs if ".mlp." in name or "post_" in name
+    }
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in smaller.items())
 
 
 def test_a_run_goes_on_from_the_draft_and_its_card_says_so(

@@ -136,6 +136,24 @@ def test_several_folders_are_one_dataset(
             load_dataset(bad)
 
 
+def test_the_first_shards_of_each_folder_are_a_dataset_of_their_own(
+    chat_target: Target, data_folder: Callable[..., Path], identity: dict[str, object], tmp_path: Path
+):
+    folders = [data_folder(16).rename(tmp_path / "first"), data_folder(12)]
+    both, begun = load_dataset(folders), load_dataset(folders, num_shards=1)
+    assert len(both.shards) > 2 and [shard.path.name for shard in begun.shards] == ["shard-00000.safetensors"] * 2
+    kept = [*begun.train, *begun.held_out]
+    assert {sample.index for sample in kept} == {sample.index for shard in begun.shards for sample in shard.samples}
+    assert begun.total("train_samples") == len(begun.train) < both.total("train_samples")
+    answers = begun.total("train_answer_tokens") + begun.total("held_out_answer_tokens")
+    assert answers == sum(sample.answer_len for sample in kept)
+    assert len({load_dataset(folders, num_shards=n).manifest_sha256 for n in (None, 1, 2)}) == 3
+    teachers_for(chat_target, begun, identity, num_kept=4, progress=lambda _: None)
+    assert [len(list(folder.glob("teacher-*/*"))) for folder in folders] == [1, 1]  # the target read no more
+    with pytest.raises(UserError, match="data_shards=0"):
+        load_dataset(folders, num_shards=0)
+
+
 def test_a_prompt_held_out_in_one_folder_is_not_trained_on_in_another(
     written: Path, small_config: DataConfig, identity: dict[str, object], tmp_path: Path
 ):
