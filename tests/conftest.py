@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tiny_models
+from selfspec.cache import storage
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,12 @@ def _real_model_is_there(request: pytest.FixtureRequest) -> None:
     """`@pytest.mark.real_model` is enough to have the model fetched first, whatever the test does to load it."""
     if request.node.get_closest_marker("real_model"):
         request.getfixturevalue("smollm2_dir")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of more than 64 tokens are run in several chunks, as those of more than 512 are outside of tests."""
+    monkeypatch.setattr(storage, "CHUNKS_CPU", storage.Chunks(most=64, between_rounds=64, step=16))
 
 
 @pytest.fixture

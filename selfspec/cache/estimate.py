@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from selfspec.cache.storage import Contiguous, Paged, Storage, prefill_tokens, slots_for
+from selfspec.cache.storage import Contiguous, Paged, Storage, prompt_chunks, slots_for
 from selfspec.config import SamplingConfig, TargetConfig, allowed
 from selfspec.errors import UserError
 
@@ -63,6 +63,14 @@ class Call:
     draws_q: bool = False  # the drafter hands over q [B, K, V]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     on_cpu: bool = True
+    longest_prompt: int | None = None  # None: as long as the longest request
+
+    @property
+    def chunk(self) -> int:
+        """The most tokens of a prompt that are run at once; its last one is run by the first round."""
+        chunks, longest = prompt_chunks(self.on_cpu), max(self.needs)
+        prompt = longest if self.longest_prompt is None else min(self.longest_prompt - 1, longest)
+        return chunks.padded(min(chunks.most, prompt))
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def working_bytes(model: ModelShape, call: Call) -> int:
     unit = 4 * call.num_rows * model.vocab_size  # float32 [B, V]
     held = unit * call.num_drafted if call.draws_q else 0
     verify = _layer_bytes(model, call, call.num_rows, call.num_drafted + 1) + held
-    prompt = _layer_bytes(model, call, 1, min(prefill_tokens(call.on_cpu), slots_for(max(call.needs))))
+    prompt = _layer_bytes(model, call, 1, call.chunk)
     judge = unit * vocabulary_buffers(call, model.vocab_size, model.itemsize)
     return int(max(verify, prompt, judge))
 

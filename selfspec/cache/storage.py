@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 EXTENT_STEP = 64  # attention reads the valid slots rounded up to this: few shapes, little waste
-PREFILL_TOKENS = 512  # of a prompt, run at once: a GPU needs hundreds of tokens to be busy
-PREFILL_TOKENS_CPU = 64  # never more and never fewer, so that a CPU keeps its kernels
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,28 @@ def kv_bytes_per_slot(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     return 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes) * dtype.itemsize
 
 
-def prefill_tokens(on_cpu: bool) -> int:
-    """Tokens of a prompt that are run at once."""
-    return PREFILL_TOKENS_CPU if on_cpu else PREFILL_TOKENS
+@dataclass(frozen=True)
+class Chunks:
+    """How a prompt is run: at most `most` tokens at once, and `between_rounds` where other rows wait for their next
+    round, padded to a multiple of `step`.
+    """
+
+    most: int
+    between_rounds: int
+    step: int
+
+    def padded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.step) * self.step
+
+
+# A GPU needs hundreds of tokens to be busy, and few shapes. On a CPU a token of padding costs as much as any other;
+# more tokens at once are cheaper, each of them, but keep the other rows waiting.
+CHUNKS = Chunks(most=512, between_rounds=512, step=64)
+CHUNKS_CPU = Chunks(most=512, between_rounds=128, step=16)
+
+
+def prompt_chunks(on_cpu: bool) -> Chunks:
+    return CHUNKS_CPU if on_cpu else CHUNKS
 
 
 def slots_for(capacity: int) -> int:

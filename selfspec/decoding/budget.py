@@ -49,7 +49,13 @@ def shape_of(target: Target) -> ModelShape:
 
 
 def call_of(
-    target: Target, storage: Storage, num_rows: int, needs: Sequence[int], width: int, sampler: Sampler
+    target: Target,
+    storage: Storage,
+    num_rows: int,
+    needs: Sequence[int],
+    width: int,
+    sampler: Sampler,
+    longest_prompt: int | None = None,
 ) -> Call:
     """What a decode call asks for, as the arithmetic sees it. width: the tokens of a round, K+1."""
     sampling = getattr(sampler.transforms, "sampling", Sampling())
@@ -62,6 +68,7 @@ def call_of(
         draws_q=sampler.rule.needs_q,
         sampling=SamplingConfig(**{one.name: getattr(sampling, one.name) for one in fields(SamplingConfig)}),
         on_cpu=target.device.type == "cpu",
+        longest_prompt=longest_prompt,
     )
 
 

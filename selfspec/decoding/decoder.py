@@ -130,12 +130,11 @@ class Decoder:
             requests.append(Request(index, prompt_ids, count, noise_id=index, arrival_s=arrival_s))
         if not requests:
             return []
-        lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
-        check_reach(self.drafter, lengths)
+        check_reach(self.drafter, [request.num_tokens for request in requests])
         if isinstance(self.drafter, Foretold):
             self.drafter.check(rule)
             self.drafter.learn(self._autoregressive(requests, sampler, stop, eos))
-        rows = self._rows_for(lengths, round_width(self.drafter, policy), eos, sampler)
+        rows = self._rows_for(requests, round_width(self.drafter, policy), eos, sampler)
         if not reuse:
             rows.cache.forget()
         try:
@@ -177,25 +176,27 @@ class Decoder:
         sampling = sampling if sampling is not None else Sampling()
         sampler = Sampler(build_transforms(sampling, None, self.target.vocab_size), build_rule(acceptance, sampling))
         width = round_width(self.drafter, lookahead_for(self.target, self.drafter, lookahead))
-        lengths = []
+        lengths, longest_prompt = [], 1
         for prompt, count in zip(prompts, counts, strict=True):
             num_tokens = prompt if isinstance(prompt, int) else len(encode_prompt(self.target, prompt))
             if num_tokens < 1:
                 raise UserError(f"A prompt of {num_tokens} tokens is not possible: it has 1 or more.")
             check_length(self.target, num_tokens, count)
             lengths.append(num_tokens + count)
+            longest_prompt = max(longest_prompt, num_tokens)
         check_reach(self.drafter, lengths)
         needs = self._needs(lengths or [1], width)
         return estimate_call(
-            self.target, self.drafter, call_of(self.target, self.storage, self.max_batch_rows, needs, width, sampler)
+            self.target,
+            self.drafter,
+            call_of(self.target, self.storage, self.max_batch_rows, needs, width, sampler, longest_prompt),
         )
 
     def _autoregressive(
         self, requests: Sequence[Request], sampler: Sampler, stop: StopStrings, eos: Sequence[int]
     ) -> list[list[int]]:
         """Prompt and plain output of every request, on a cache that is gone afterwards."""
-        lengths = [len(request.prompt_ids) + request.max_new_tokens for request in requests]
-        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(lengths, 1, eos, sampler)
+        rows = Decoder(self.target, None, self.max_batch_rows, cache=self.storage)._rows_for(requests, 1, eos, sampler)
         at_once = [replace(request, arrival_s=0.0) for request in requests]
         outputs = run_requests(NoDraft(), rows, build_lookahead(1), sampler, stop, at_once, mode=self.mode)
         return [request.prompt_ids + outputs[request.index].token_ids for request in requests]
@@ -205,12 +206,13 @@ class Decoder:
         needs = sorted((length + width for length in lengths), reverse=True)
         return [max(pair) for pair in zip_longest(self._longest, needs[: self.max_batch_rows], fillvalue=0)]
 
-    def _rows_for(self, lengths: Sequence[int], width: int, eos: Sequence[int], sampler: Sampler) -> Rows:
+    def _rows_for(self, requests: Sequence[Request], width: int, eos: Sequence[int], sampler: Sampler) -> Rows:
         """The rows there are, if their cache has room for these requests; else new ones if there is memory for them."""
-        longest = self._needs(lengths, width)
+        longest = self._needs([request.num_tokens for request in requests], width)
         total_slots = self.storage.total_slots(self.max_batch_rows, longest)  # may refuse
         if self.rows is None or self.rows.capacity < longest[0] or self.rows.cache.total_slots < total_slots:
-            call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler)
+            longest_prompt = max(len(request.prompt_ids) for request in requests)
+            call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler, longest_prompt)
             freed = 0 if self.rows is None else self.rows.cache.kv_bytes
             refuse_if_too_large(self.target, self.drafter, call, self.memory_limit_bytes, freed)
             self.rows = None  # free the old allocation first

@@ -152,7 +152,7 @@ def admit(
 def run_prompt(drafter: Drafter, rows: Rows, row: int, running: Running, stopwatch: Stopwatch, one_chunk: bool) -> None:
     """The next chunk of a row's prompt, or all that is left of it; after the last one the row decodes."""
     end = len(running.request.prompt_ids) - 1
-    stop = min(running.num_run + rows.prefill_width, end) if one_chunk else end
+    stop = min(running.num_run + rows.chunks.between_rounds, end) if one_chunk else end
     prefill(rows.target, drafter, rows, row, running.num_run, stop)
     running.num_run = stop
     if stop == end:

@@ -27,6 +27,11 @@ class Request:
     noise_id: int
     arrival_s: float = 0.0
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, at most."""
+        return len(self.prompt_ids) + self.max_new_tokens
+
 
 @dataclass
 class Output:

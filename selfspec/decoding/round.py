@@ -108,7 +108,7 @@ def settle(
 
 def prefill(target: Target, drafter: Drafter, rows: Rows, row: int, start: int, end: int) -> None:
     """Tokens [start, end) of one row through all layers, in chunks, each shown to the drafter."""
-    for pass_, seen in rows.prompt_passes(row, start, end, rows.prefill_width):
+    for pass_, seen in rows.prompt_passes(row, start, end):
         hidden_BTM = target.embed(seen.token_ids_BT)
         _, features_BTF = target.run_tapped(hidden_BTM, 0, target.num_layers, pass_, feature_layers_of(drafter))
         drafter.prefill(rows, replace(seen, features_BTF=features_BTF))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from selfspec.cache import Cache, Pass
 from selfspec.cache.blocks import common_prefix
-from selfspec.cache.storage import EXTENT_STEP, prefill_tokens
+from selfspec.cache.storage import prompt_chunks
 from selfspec.drafters.base import Seen
 from selfspec.sampling.faults import fault_offset
 from selfspec.target import Target
@@ -91,7 +91,7 @@ class Rows:
         self.round_width = capacity  # the longest round, in tokens: what a row may write behind its last one
         self._ends = [0] * num_rows  # host: no position from here on is written by the row; 0 for idle ones
         self._in_flight = 0  # tokens that rounds not yet read may have added to each row
-        self.prefill_width = prefill_tokens(device.type == "cpu")
+        self.chunks = prompt_chunks(device.type == "cpu")
 
     @property
     def device(self) -> torch.device:
@@ -215,15 +215,15 @@ class Rows:
         extent = self.extent(0, positions_BT.shape[1])  # the host's lengths are still those before the commit
         return Seen(slice(None), positions_BT, token_ids_BT, next_ids_BT, last_B, extent, features_BTF)
 
-    def prompt_passes(self, row: int, start: int, end: int, width: int) -> Iterator[tuple[Pass, Seen]]:
-        """Tokens [start, end) of one row in chunks of `width`: a pass over the shared cache, and what it runs.
+    def prompt_passes(self, row: int, start: int, end: int) -> Iterator[tuple[Pass, Seen]]:
+        """Tokens [start, end) of one row in chunks: a pass over the shared cache, and what it runs.
 
         The last chunk is padded, to few shapes: what is behind `end` goes to the trash slot.
         """
         rows = slice(row, row + 1)
-        for first in range(start, end, width):
-            stop = min(first + width, end)
-            padded = min(-(-(stop - first) // EXTENT_STEP) * EXTENT_STEP, width)
+        for first in range(start, end, self.chunks.most):
+            stop = min(first + self.chunks.most, end)
+            padded = self.chunks.padded(stop - first)
             positions_1T = (first + self._steps_S[:padded])[None]
             token_ids_1T = self.tokens_BS[rows].gather(1, positions_1T.clamp(max=self.tokens_BS.shape[1] - 1))
             next_ids_1T = self.tokens_BS[rows].gather(1, (positions_1T + 1).clamp(max=self.tokens_BS.shape[1] - 1))

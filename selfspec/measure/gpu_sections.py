@@ -250,7 +250,7 @@ def _memory(bench: Bench, label: str, name: str, part: dict[str, Any]) -> None:
     needs = [scale.memory_tokens] * scale.memory_rows
     sampler = RoundSampler(build_transforms(SAMPLED), build_rule("auto", SAMPLED))
     decoder = Decoder(target, drafter, scale.memory_rows, capacity=scale.memory_tokens)
-    call = call_of(target, Contiguous(), scale.memory_rows, needs, num_drafted + 1, sampler)
+    call = call_of(target, Contiguous(), scale.memory_rows, needs, num_drafted + 1, sampler, scale.prompt_tokens)
     expected = estimate_call(target, decoder.drafter, call)
     part["estimated_bytes"] = expected.allocated_bytes
     part["estimated_kv_bytes"] = expected.kv_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,14 +92,22 @@ def test_the_draft_model_is_counted_with_its_cache():
 
 def test_working_memory_grows_with_drafts_rows_and_what_is_asked_of_the_logits():
     shape = shape_from_config(LLAMA_8B, "bfloat16")
-    call = Call(num_rows=8, needs=[500] * 8, num_drafted=4)
+    call = Call(num_rows=8, needs=[500] * 8, num_drafted=4, longest_prompt=60)
     greedy = working_bytes(shape, call)
     assert greedy == 8 * 5 * 128256 * 2, "the logits in their own dtype"
-    sampled = Call(
-        num_rows=8, needs=[500] * 8, num_drafted=4, rule="rejection", draws_q=True, sampling=SamplingConfig(1.0)
-    )
+    sampled = replace(call, rule="rejection", draws_q=True, sampling=SamplingConfig(1.0))
     assert working_bytes(shape, sampled) == 8 * 128256 * 4 * (5 / 2 + 4 + 5 + 5 + 7)
-    assert working_bytes(shape, sampled) > 8 * working_bytes(shape, Call(num_rows=1, needs=[500], num_drafted=0))
+    alone = Call(num_rows=1, needs=[500], num_drafted=0, longest_prompt=60)
+    assert working_bytes(shape, sampled) > 8 * working_bytes(shape, alone)
+
+
+def test_working_memory_knows_how_much_of_a_prompt_is_run_at_once():
+    shape = shape_from_config(LLAMA_8B, "bfloat16")
+    inside = (4 * 4096 + 3 * 14336 + 2 * 128 + 512 * 4) * 2  # per token, with its mask over 512 slots
+    for prompt, on_cpu, tokens in ((401, True, 400), (402, True, 416), (402, False, 448), (None, True, 512)):
+        call = Call(num_rows=1, needs=[500], longest_prompt=prompt, on_cpu=on_cpu)
+        assert working_bytes(shape, call) == tokens * inside
+    assert working_bytes(shape, Call(num_rows=1, needs=[20], longest_prompt=1)) == 128256 * 2, "one row of logits"
 
 
 def test_the_random_targets_in_conf():

@@ -13,6 +13,8 @@ from crafted_drafters import AlwaysWrong
 from selfspec import Decoder, Sampling, build_drafter, decode, wrap_target
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 NEW_TOKENS = 24
 
 

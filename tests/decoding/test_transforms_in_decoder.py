@@ -14,6 +14,8 @@ from transformers.generation import logits_process as hf
 from selfspec import Decoder, Sampling, build_drafter, decode, wrap_target
 from tiny_models import prompt_ids, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 VOCAB, NEW_TOKENS = 24, 12  # few tokens: penalties and forbidden n-grams bite at once
 LENGTHS = (9, 1, 67, 2)  # ragged; one token; more than one prefill chunk
 PROMPTS = [prompt_ids(length, seed=length, vocab_size=VOCAB) for length in LENGTHS]

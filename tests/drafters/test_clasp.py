@@ -16,6 +16,8 @@ from selfspec.sampling import build_rule, build_transforms
 from selfspec.target.fused import fuse
 from tiny_models import prompt_ids, tiny_llama, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 TARGET = wrap_target(tiny_llama(num_layers=6), name="tiny")
 PROMPTS = [prompt_ids(length, seed=length) for length in (1, 70, 5)]
 SAMPLED = dict(sampling=Sampling(temperature=0.9, top_p=0.95), acceptance="coupled", seed=7)

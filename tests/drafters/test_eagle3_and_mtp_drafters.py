@@ -25,6 +25,8 @@ from selfspec.sampling import build_rule, build_transforms
 from selfspec.training.eagle3 import Eagle3Trainee
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 EAGLE3 = {"feature_layers": (0, 2, 4), "num_steps": 2}
 FEW = 7  # tokens in all, so that a random draft is often right
 DRAFTS = {

@@ -11,6 +11,8 @@ from selfspec import Decoder, Sampling, UserError, decode, load_drafter, wrap_ta
 from selfspec.training.trainee import build_trainee
 from tiny_models import FAMILIES, prompt_ids, tiny_llama, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 FEW, EXIT = 7, 2
 
 

@@ -12,6 +12,8 @@ from selfspec.drafters.hybrid import COPIED, LEARNED, Hybrid
 from selfspec.lookahead import Plan
 from tiny_models import prompt_ids, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 TARGET = wrap_target(tiny_llama())
 EXIT = {"kind": "early_exit", "exit_layer": 2}
 

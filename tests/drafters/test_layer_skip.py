@@ -15,6 +15,8 @@ from selfspec.drafters.skip_set import SkipSet, read_set, write_set
 from selfspec.target.fused import fuse
 from tiny_models import TINY, prompt_ids, tiny_llama, tiny_model
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 TARGET = wrap_target(tiny_llama(), name="tiny")
 PROMPTS = [prompt_ids(length, seed=length) for length in (1, 9, 70)]
 SAMPLED = dict(sampling=Sampling(temperature=1.0), seed=3)

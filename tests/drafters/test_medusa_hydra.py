@@ -18,11 +18,13 @@ from selfspec.drafters.hydra import Hydra
 from selfspec.drafters.medusa import Medusa
 from tiny_models import prompt_ids, tiny_llama
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 KINDS = ("medusa", "hydra")
 WITH_PREFIX = (("medusa", False), ("hydra", False), ("hydra", True))
 DRAFTERS = {"medusa": Medusa, "hydra": Hydra}
 TARGET = wrap_target(tiny_llama(), name="tiny")
-PROMPTS = [prompt_ids(length, seed=length) for length in (1, 64, 65, 130, 2, 9)]  # chunks of 64 on the CPU
+PROMPTS = [prompt_ids(length, seed=length) for length in (1, 64, 65, 130, 2, 9)]
 NEW_TOKENS = 24
 OUTPUTS = ({}, {"own_head": True}, {"d_vocab": 30}, {"own_head": True, "d_vocab": 30})
 
