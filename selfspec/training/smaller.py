@@ -49,4 +49,4 @@ def _head_map(head_VM: Tensor, token_ids: Tensor | None, target: Target) -> Tens
     """
     through_VM = reduced_head(target, token_ids)[0].detach().float().cpu()
     weight_V1 = (torch.arange(len(through_VM)) + 10.0).rsqrt()[:, None]
-    return torch.linalg.lstsq(through_VM * weight_V1, head_VM.float().cpu() * weight_V1).solution.T
+    return torch.linalg.lstsq(through_VM * weight_V1, head_VM.float().cpu() * weight_V1).solution

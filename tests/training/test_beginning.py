@@ -17,6 +17,7 @@ from selfspec.target import Target
 from selfspec.training.beginning import begin_with
 from selfspec.training.draft_vocab import write_draft_vocab
 from selfspec.training.job import train_draft
+from selfspec.training.packed import reduced_head
 from selfspec.training.trainee import build_trainee
 from selfspec.training.trainer import TrainConfig
 
@@ -109,7 +110,7 @@ def test_a_map_begins_as_the_larger_drafts_own_output_matrix(
     chat_target: Target, vocabularies: tuple[str, str], tmp_path: Path
 ):
     options = {**MADE["eagle3"], "draft_vocab": vocabularies[0], "d_vocab": 100}
-    larger = build_trainee("eagle3", chat_target, options)
+    larger: Any = build_trainee("eagle3", chat_target, options)
     map_MM = torch.eye(chat_target.width) + 0.1 * torch.randn(chat_target.width, chat_target.width)
     head: Any = larger.module.get_submodule("lm_head")
     with torch.no_grad():  # a matrix that the target's is equal to, behind this map
@@ -117,8 +118,11 @@ def test_a_map_begins_as_the_larger_drafts_own_output_matrix(
     (tmp_path / "draft").mkdir()
     larger.save(tmp_path / "draft")
     smaller = begun("eagle3", {**options, "own_head": False}, tmp_path / "draft", chat_target)
-    torch.testing.assert_close(smaller["head_map.weight"].T, map_MM, rtol=0, atol=0.03)  # it was saved in bfloat16
     assert "lm_head.weight" not in smaller
+    hidden_NM = torch.randn(50, chat_target.width)
+    through_VM = reduced_head(chat_target, larger.token_ids)[0]
+    logits_NV = hidden_NM @ smaller["head_map.weight"].T @ through_VM.T  # as the drafter multiplies
+    torch.testing.assert_close(logits_NV, head(hidden_NM), rtol=0, atol=0.03)  # it was saved in bfloat16
     with pytest.raises(UserError, match="own_head"):  # there is no way back
         begun_with_map = build_trainee("eagle3", chat_target, {**options, "own_head": False})
         (tmp_path / "small").mkdir()
