@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,9 @@ def write_atomically(path: Path, write: Any) -> None:
 
 
 def write_shard(folder: Path, samples: Sequence[Sample], rejected: dict[int, str]) -> Path:
-    """The next shard of `folder`: samples flattened into one id array, and which indices were rejected and why."""
-    number = len(list(folder.glob("shard-*.safetensors")))
+    """A new shard of `folder`: samples flattened into one id array, and which indices were rejected and why."""
+    taken = {path.name for path in shard_paths(folder)}  # one that was damaged and removed leaves a gap
+    name = next(name for number in count() if (name := f"shard-{number:05d}.safetensors") not in taken)
     lengths = [len(sample.token_ids) for sample in samples]
     tensors = {
         "token_ids": np.concatenate(
@@ -139,7 +141,7 @@ def write_shard(folder: Path, samples: Sequence[Sample], rejected: dict[int, str
         "rejected_index": np.asarray(sorted(rejected), dtype=np.int64),
     }
     reasons = {"rejected": json.dumps(Counter(rejected.values()))}
-    path = folder / f"shard-{number:05d}.safetensors"
+    path = folder / name
     write_atomically(path, lambda partial: save_file(tensors, partial, metadata=reasons))
     return path
 

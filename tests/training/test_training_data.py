@@ -223,6 +223,32 @@ def test_interrupted_and_resumed_data_equal_uninterrupted_data(
     assert len(everything(tmp_path / "whole")) == len(PROMPTS)
 
 
+def test_a_shard_that_is_removed_is_made_again_and_no_other_is_overwritten(
+    chat_target: Target, small_config: DataConfig, tmp_path: Path
+):
+    config = replace(small_config, answer_tokens=10_000)  # all 40 prompts
+    folder = tmp_path / "d"
+    make_data(chat_target, config, folder, PROMPTS, no_report)
+    whole, paths = everything(folder), shard_paths(folder)
+    assert len(paths) > 2
+    paths[1].unlink()
+    with pytest.raises(UserError, match="run make_data again"):
+        load_dataset(folder)
+    make_data(chat_target, config, folder, PROMPTS, no_report)
+    assert everything(folder) == whole
+
+
+def test_the_manifest_and_its_hash_stay_where_no_text_is_added(
+    chat_target: Target, small_config: DataConfig, tmp_path: Path
+):
+    make_data(chat_target, small_config, tmp_path / "d", PROMPTS, no_report)
+    before = load_dataset(tmp_path / "d").manifest_sha256
+    make_data(chat_target, replace(small_config, answer_tokens=1, rows=3), tmp_path / "d", PROMPTS, no_report)
+    assert load_dataset(tmp_path / "d").manifest_sha256 == before
+    make_data(chat_target, replace(small_config, answer_tokens=10_000), tmp_path / "d", PROMPTS, no_report)
+    assert load_dataset(tmp_path / "d").manifest_sha256 != before
+
+
 def test_self_written_prompts_make_a_data_set_with_a_manifest(
     chat_target: Target, small_config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
