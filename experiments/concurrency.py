@@ -34,7 +34,7 @@ from selfspec.measure.concurrency import (
     wanted,
     warm_up,
 )
-from selfspec.provenance import collect, redact, redact_argv
+from selfspec.provenance import changed_contents, collect, redact, redact_argv
 from selfspec.records import take_lock, to_json, writable, write_atomic
 from selfspec.records.serving import Cell, append_cell, read_cells
 from selfspec.report.concurrency import concurrency_figure, concurrency_tables, summarise_cells
@@ -85,8 +85,7 @@ def begin(folder: Path, config: ConcurrencyConfig, service: Service, earlier: di
     elif earlier["machine"] != machine_of(now):
         raise UserError(f"{folder} was begun on another machine or with other threads: its times cannot be compared.")
     else:
-        before = {**now["fingerprints"], **earlier["fingerprints"]}  # of one begun by older code some are not known
-        if changed := [name for name, digest in now["fingerprints"].items() if name != LOAD and digest != before[name]]:
+        if changed := changed_contents(earlier, now, aside=(LOAD,)):
             raise UserError(
                 f"{folder} was begun with other contents of: {', '.join(changed)}. Choose another folder: out=..."
             )

@@ -16,7 +16,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,15 @@ def collect(
         "seeds": dict(seeds or {}),
         "fingerprints": redact(dict(fingerprints or {})),
     }
+
+
+def changed_contents(earlier: Mapping[str, Any], now: Mapping[str, Any], aside: Collection[str] = ()) -> list[str]:
+    """Of two provenances of one run: what has another hash now than when the run was begun, except `aside`. A hash that
+    the earlier one lacks counts only where both are of one code: other code may name it otherwise.
+    """
+    before, same_code = earlier["fingerprints"], earlier["git"] == now["git"]
+    known = [name for name in now["fingerprints"] if (same_code or name in before) and name not in aside]
+    return sorted(name for name in known if now["fingerprints"][name] != before.get(name))
 
 
 def git_state(package_dir: Path) -> dict[str, Any] | None:

@@ -36,7 +36,7 @@ from selfspec.measure.ranks import failed_elsewhere, in_step, said_once, seen_by
 from selfspec.measure.speed import read_bandwidth
 from selfspec.measure.tracing import trace
 from selfspec.mirror import keep_files, mirror_run, tracked
-from selfspec.provenance import collect, redact, redact_argv
+from selfspec.provenance import changed_contents, collect, redact, redact_argv
 from selfspec.records import Key, PromptRecord, RunWriter, read_run, to_json, writable, write_traces
 from selfspec.report.render import print_table
 from selfspec.report.runs import measured
@@ -211,16 +211,12 @@ def begin(writer: RunWriter, config: CompareConfig, bench: Bench) -> None:
         writer.write_text("prompt_set.jsonl", "".join(to_json(line) + "\n" for line in lines))
     else:
         provenance = json.loads(path.read_text())
-        before, same_code = provenance["fingerprints"], provenance["git"] == now["git"]
-        known = {
-            name for name in now["fingerprints"] if same_code or name in before
-        }  # other code may name them otherwise
-        if changed := sorted(name for name in known if now["fingerprints"][name] != before.get(name)):
+        if changed := changed_contents(provenance, now):
             raise UserError(
                 f"{writer.path} was begun with other contents of: {', '.join(changed)}. Delete it, or choose another "
                 "name=... for what there is now."
             )
-        if not same_code:
+        if provenance["git"] != now["git"]:
             warn(f"{writer.path} was begun by other code than this; provenance.json records both.")
         provenance["resumed"].append({name: now[name] for name in ("time_utc", "argv", "git")})
     writer.write_text("provenance.json", to_json(provenance, indent=2) + "\n")

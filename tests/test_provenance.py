@@ -169,3 +169,12 @@ def test_gpus_are_read_from_what_nvidia_smi_prints(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (gpu,) = provenance.gpus()
     assert (gpu["name"], gpu["driver_version"], gpu["clocks.sm"]) == ("Some GPU", "550.54", "1980 MHz")
+
+
+def test_contents_have_changed_where_a_hash_has():
+    earlier = {"git": {"commit": "a"}, "fingerprints": {"target": "1", "prompts": "2", "old name": "3"}}
+    now = {"git": {"commit": "a"}, "fingerprints": {"target": "1", "prompts": "9", "new name": "3"}}
+    assert provenance.changed_contents(earlier, now) == ["new name", "prompts"]
+    assert provenance.changed_contents(earlier, {**now, "git": {"commit": "b"}}) == ["prompts"], "names are the code's"
+    assert provenance.changed_contents(earlier, now, aside=("prompts",)) == ["new name"]
+    assert provenance.changed_contents(earlier, earlier) == []

@@ -170,9 +170,9 @@ class Pass:
         if self.tree is not None:
             hidden_BTS = self.tree.hidden_BTS(self.positions_BT, slot_ids_S, window)
         else:
-            behind_BTS = self.positions_BT[..., None] - slot_ids_S
-            hidden_BTS = behind_BTS < 0
+            positions_BT1 = self.positions_BT[..., None]
+            hidden_BTS = slot_ids_S > positions_BT1
             if window is not None:
-                hidden_BTS |= behind_BTS >= window
+                hidden_BTS |= slot_ids_S <= positions_BT1 - window
         mask_BTS = torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device)
         return mask_BTS.masked_fill_(hidden_BTS, float("-inf"))[:, None].repeat(1, 1, repeats, 1)

@@ -3,7 +3,8 @@
     total = weights + keys and values + the draft's weights and state + working memory
     keys and values = 2 Σ_layers G*D * itemsize  per token  x  token slots of the storage (`selfspec.cache.storage`)
     working memory = the larger of two moments of a round, both while the drafts' q [B, K, V] is held:
-        a layer:  tokens * (4M + 3I + 2D) * itemsize, its mask, and on blocks one layer's gathered keys and values
+        a layer:  tokens * (4M + 3I + 2D) * itemsize, one layer's gathered keys and values on blocks, and what all
+                  layers share: masks, and in fused layers cosines and sines per head
         judging:  float32 buffers [B, K+1, V]; how many depends on the transforms and the rule (`vocabulary_buffers`)
 
 The last line counts tensors that are alive at once in `selfspec.sampling`; the tests hold it against every rule.
@@ -45,6 +46,9 @@ class ModelShape:
     queries_per_group: int
     head_dim: int
     itemsize: int
+    num_masks: int = 1  # of attention windows that differ, where layers have some
+    scored_heads: int = 0  # of a layer whose scores are soft-capped, and so kept
+    rotary_width: int = 0  # numbers per token that fused layers rotate by, beyond a layer's own
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
         """As an independent draft model: `DraftBytes`."""
@@ -123,12 +127,16 @@ def working_bytes(model: ModelShape, call: Call) -> int:
 
 
 def _layer_bytes(model: ModelShape, call: Call, rows: int, width: int) -> int:
+    """A layer at work on `width` tokens of each row beside what all layers share, or the last mask in the making."""
     slots = slots_for(max(call.needs))
+    pairs = rows * width * slots
+    kept = model.num_masks * pairs * model.queries_per_group + rows * width * model.rotary_width
+    making = pairs * (model.itemsize + 1)  # before it is repeated, and where it hides
     inside = rows * width * (4 * model.width + 3 * model.intermediate_size + 2 * model.head_dim)
-    mask = rows * width * slots * model.queries_per_group
+    scores = 3 * model.scored_heads * pairs
     paged = isinstance(call.storage, Paged)
     gathered = rows * slots * model.kv_bytes_per_token // model.num_layers if paged else 0
-    return (inside + mask) * model.itemsize + gathered
+    return kept * model.itemsize + max(making, (inside + scores) * model.itemsize + gathered)
 
 
 def vocabulary_buffers(call: Call, vocab_size: int, itemsize: int) -> float:

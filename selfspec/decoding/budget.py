@@ -8,7 +8,7 @@ what is free on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from selfspec.drafters.base import Sized
 from selfspec.errors import UserError
 from selfspec.sampling import Sampling
 from selfspec.target import Target
+from selfspec.target.fused import FusedLayer
 
 CGROUP_LIMITS = (  # version 2, version 1: what a container may use, and what it does use
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -34,6 +35,8 @@ def shape_of(target: Target) -> ModelShape:
     config = target.config
     layers = target.layer_shapes
     kv_width = sum(shape.num_kv_heads * shape.head_dim for shape in layers)
+    heads, dim = config.num_attention_heads, layers[0].head_dim
+    fused = any(isinstance(layer, FusedLayer) for layer in target.layers)
     inner = next((getattr(config, name) for name in ("intermediate_size", "ffn_dim") if getattr(config, name, 0)), 0)
     return ModelShape(
         weight_bytes=target.weight_bytes,
@@ -43,8 +46,11 @@ def shape_of(target: Target) -> ModelShape:
         width=target.width,
         intermediate_size=inner or 4 * target.width,
         queries_per_group=target.queries_per_group,
-        head_dim=layers[0].head_dim,
+        head_dim=dim,
         itemsize=target.dtype.itemsize,
+        num_masks=len(set(target.windows)),
+        rotary_width=2 * (heads + 2 * layers[0].num_kv_heads) * dim if fused else 0,
+        scored_heads=heads if getattr(config, "attn_logit_softcapping", None) else 0,
     )
 
 
@@ -78,7 +84,10 @@ def estimate_call(target: Target, drafter: Drafter, call: Call) -> Estimate:
 
 
 def refuse_if_too_large(target: Target, drafter: Drafter, call: Call, limit: int | None, freed: int = 0) -> None:
-    """UserError when the call does not fit into `limit` bytes (None: what is free on the device, and `freed`)."""
+    """UserError when the call does not fit into `limit` bytes (None: what is free on the device, and `freed`). Its
+    rows may be used again for requests of the same lengths with longer prompts, so it is judged by these.
+    """
+    call = replace(call, longest_prompt=None)
     free = limit if limit is not None else available_bytes(target.device)
     if free is None:
         return

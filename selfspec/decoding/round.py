@@ -111,4 +111,5 @@ def prefill(target: Target, drafter: Drafter, rows: Rows, row: int, start: int, 
     for pass_, seen in rows.prompt_passes(row, start, end):
         hidden_BTM = target.embed(seen.token_ids_BT)
         _, features_BTF = target.run_tapped(hidden_BTM, 0, target.num_layers, pass_, feature_layers_of(drafter))
+        del pass_, hidden_BTM  # a draft model makes masks of its own
         drafter.prefill(rows, replace(seen, features_BTF=features_BTF))

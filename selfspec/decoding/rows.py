@@ -227,7 +227,7 @@ class Rows:
             positions_1T = (first + self._steps_S[:padded])[None]
             token_ids_1T = self.tokens_BS[rows].gather(1, positions_1T.clamp(max=self.tokens_BS.shape[1] - 1))
             next_ids_1T = self.tokens_BS[rows].gather(1, (positions_1T + 1).clamp(max=self.tokens_BS.shape[1] - 1))
-            positions_1T = torch.where(positions_1T < end, positions_1T, -1)
+            positions_1T = torch.where(positions_1T < stop, positions_1T, -1)
             last_1 = torch.full_like(self.lengths_B[rows], stop - first - 1)
             seen = Seen(rows, positions_1T, token_ids_1T, next_ids_1T, last_1, stop)
             yield self.cache.open(positions_1T, stop, rows), seen

@@ -22,10 +22,10 @@ from selfspec.drafters.checkpoint import read_checkpoint
 from selfspec.drafters.independent import read_token_ids
 from selfspec.errors import UserError
 from selfspec.target import Target
-from selfspec.training.smaller import made_smaller, shrinks
+from selfspec.training.smaller import ENTRIES, made_smaller, shrinks
 from selfspec.training.trainee import Trainee
 
-VOCABULARY_ROWS = ("lm_head.weight", "model.embed_tokens.weight")
+VOCABULARY_ROWS = ("lm_head.", "model.embed_tokens.")  # what weights with a row per token begin with
 MAY_DIFFER = ("d_vocab", "num_steps", "target")  # of config.json; read_checkpoint compares the targets
 
 
@@ -49,7 +49,7 @@ def begin_with(trainee: Trainee, kind: str, path: str | Path, target: Target) ->
     with torch.no_grad():
         for name, tensor in ours.items():
             rows = weights[name].to(tensor)
-            if name in VOCABULARY_ROWS and not _equal(our_ids, token_ids):
+            if name.startswith(VOCABULARY_ROWS) and not _equal(our_ids, token_ids):
                 rows = _same_tokens(tensor, our_ids, rows, token_ids)
             if rows.shape != tensor.shape:
                 raise UserError(
@@ -84,10 +84,10 @@ def _larger(trainee: Trainee, kind: str, folder: Path) -> bool:
     smaller = {name for name, value in here.items() if shrinks(name, there.get(name), value)}
     for name, value in there.items():  # what an older draft does not say yet had no other value
         if name not in (*MAY_DIFFER, *smaller) and here.get(name) != value:
+            smaller_ones = ", or those of a smaller draft" if name in ENTRIES else ""
             raise UserError(
                 f"train.begin_with={folder} was trained with {name}={value!r}, this draft has {here.get(name)!r}. Give "
-                "the same options, or those of a smaller draft: own_head=false, feed_forward=false, or a smaller "
-                "intermediate_size."
+                f"the same options{smaller_ones}."
             )
     return bool(smaller)
 

@@ -66,7 +66,7 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             "",
             f"Data: {facts['train_samples']:,} chats, {facts['train_answer_tokens']:,} answer tokens written by the "
             f"target ({'; '.join(f'{name}: {part}' for name, part in facts['data'].items())}; "
-            f"sha256 of the manifest `{facts['data_manifest_sha256']}`); "
+            f"sha256 `{facts['data_manifest_sha256']}`); "
             f"{facts['epochs']} epochs, {log[-1]['step']} steps; these are the weights of step "
             f"{held_out['kept_step']}.",
             *_begun(facts),
@@ -101,7 +101,7 @@ def _begun(facts: dict[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"Begun with an earlier draft of the same make (`{facts['train']['begin_with']}`, weights' sha256 "
+        f"Begun with an earlier draft (`{facts['train']['begin_with']}`, weights' sha256 "
         f"`{facts['begun_with']}`): what that one was trained on counts, too.",
     ]
 
@@ -110,6 +110,8 @@ def _part(manifest: dict[str, Any]) -> str:
     """Where the prompts of one data folder come from, and how much text there is."""
     given = manifest["prompts"]
     prompts = "prompts of its own" if given is None else f"{given['count']:,} given prompts"
+    if "of_shards" in manifest:
+        prompts = f"the first {len(manifest['shards'])} of {manifest['of_shards']} shards on {prompts}"
     return f"{prompts}, {manifest['totals']['train_answer_tokens']:,} answer tokens"
 
 

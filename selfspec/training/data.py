@@ -241,7 +241,7 @@ def check_same_settings(
 
 def load_dataset(folders: str | Path | Sequence[str | Path], num_shards: int | None = None) -> Dataset:
     """Every sample that the manifests of one or several folders list, the hashes checked; num_shards: of the first so
-    many shards of each folder, and its manifest is of these alone.
+    many shards of each folder, to which the manifest's shards and totals then keep.
 
     Raises UserError: no data there, a folder given twice, a shard missing or changed, no answers to learn from or none
     held out.
@@ -254,14 +254,20 @@ def load_dataset(folders: str | Path | Sequence[str | Path], num_shards: int | N
         raise UserError(f"data={[str(path) for path in paths]}: give one or several data folders, each once.")
     shards: list[Shard] = []
     manifests: dict[Path, dict[str, Any]] = {}
+    digests: list[str] = []
     for number, folder in enumerate(paths):
         manifest = read_manifest(folder)
         if manifest is None or not manifest["shards"]:
             raise UserError(f"No training data in {folder}. Make some: python experiments/make_data.py out={folder}")
+        digests.append(hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest())
+        there = len(manifest["shards"])
         manifest["shards"] = manifest["shards"][:num_shards]
         read = _shards(folder, manifest, first_index=number * FOLDER_STRIDE)
-        if num_shards is not None:
-            manifest["totals"] = _totals([sample for shard in read for sample in shard.samples])
+        if len(read) < there:  # the same beginning has the same name, however much is added behind it
+            manifest |= {"of_shards": there, "totals": _totals([sample for shard in read for sample in shard.samples])}
+            settings = {name: value for name, value in manifest["settings"].items() if name not in HOW_MUCH}
+            made_from = [manifest["target"], settings, manifest.get("prompts"), [shard.sha256 for shard in read]]
+            digests[-1] = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
         manifests[folder] = manifest
         shards += read
     # The order does not depend on which text was finished first.
@@ -270,15 +276,13 @@ def load_dataset(folders: str | Path | Sequence[str | Path], num_shards: int | N
     held_out = [s for s in samples if s.held_out]
     heard = {tuple(s.token_ids[: s.prompt_len]) for s in held_out} if len(paths) > 1 else set()
     train = [s for s in samples if not s.held_out and tuple(s.token_ids[: s.prompt_len]) not in heard]
+    remedy = "Make more data, or set held_out_share." if num_shards is None else "Give more data_shards."
     for name, split in (("training", train), ("held-out", held_out)):
         if not split:
             raise UserError(
                 f"The {name} split of {', '.join(map(str, paths))} has no answer tokens: there would be nothing to "
-                "learn from or to validate on. Make more data, or set held_out_share."
+                f"learn from or to validate on. {remedy}"
             )
-    digests = [hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest() for path in paths]
-    if num_shards is not None:
-        digests.append(f"first {num_shards} shards")
     digest = digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Dataset(train, held_out, shards, manifests, digest)
 

@@ -204,6 +204,8 @@ def build_eagle3(target: Target, options: dict[str, Any]) -> Eagle3Trainee:
         raise UserError(f"{target.name} has {target.num_layers} layers; give draft.feature_layers yourself.")
     if typed.init not in (None, "target", "random"):
         raise UserError(f"draft.init={typed.init!r} is unknown. Allowed: target, random, or null.")
+    if typed.intermediate_size is not None and typed.intermediate_size < 1:
+        raise UserError(f"draft.intermediate_size={typed.intermediate_size} must be at least 1, or null: the target's.")
     if typed.num_steps < 1:
         raise UserError(f"draft.num_steps={typed.num_steps} must be at least 1.")
     token_ids = draft_vocabulary(target, typed.draft_vocab, typed.d_vocab)

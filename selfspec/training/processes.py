@@ -43,6 +43,11 @@ class Processes:
             )
         return range(self.rank, batches, self.count)
 
+    def begin_alike(self, parameters: Sequence[Tensor]) -> None:
+        """Every process gets the first one's weights: what computed them may differ in its last bit elsewhere."""
+        for parameter in parameters if self.count > 1 else ():
+            dist.broadcast(parameter.data, src=0)
+
     def sum_number(self, number: int, device: torch.device) -> int:
         if self.count == 1:
             return number

@@ -55,7 +55,7 @@ class TrainConfig:
     validate_every: int = 200
     checkpoint_every: int = 100
     validate_tokens: int = 8192  # held-out answer tokens used while training; the last check uses all
-    begin_with: str | None = None  # a trained draft of the same make, whose weights this run begins with
+    begin_with: str | None = None  # a trained draft of the same make or larger, whose weights this run begins with
     patience: int = 0  # stop after so many checks in a row without a better expected τ; 0: never
 
     def __post_init__(self) -> None:
@@ -95,6 +95,7 @@ def train(
     optimizers = optimizers_for(trainee.module, config)
     objective = head_loss_named(config.loss)
     parameters, autocast = list(named.values()), bool(config.autocast)
+    processes.begin_alike(parameters)
     with processes.first_alone():
         if processes.first:
             folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ from selfspec import Decoder, Sampling, UserError, build_drafter, wrap_target
 from selfspec.cache import Paged
 from selfspec.decoding.budget import available_bytes
 from selfspec.drafters.registry import DRAFTERS
-from tiny_models import prompt_ids, tiny_llama
+from selfspec.target.fused import fuse
+from tiny_models import prompt_ids, tiny_llama, tiny_model
 
 TOLERANCE = 0.05
 KEEPS_NOTHING = ("ngram",)
@@ -150,6 +151,50 @@ def test_an_estimate_without_the_working_memory_would_be_seen():
     for name in ("working_bytes", "kv_bytes", "weight_bytes"):
         left = estimate.total_bytes - getattr(estimate, name)
         assert name == "kv_bytes" or left != pytest.approx(total, rel=TOLERANCE)
+
+
+LONG = {  # what is counted in working memory beside a plain layer's own tensors
+    "llama": "one mask",
+    "qwen2_sliding": "a mask for each window",
+    "gemma2": "two masks, and scores",
+    "fused": "cosines and sines per head",
+    "independent": "a draft's masks, after the target's are gone",
+}
+
+
+@pytest.mark.parametrize("length", [400, 1500])
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_prompt_takes_what_was_counted(name, length):
+    """Run 512 tokens at once, its masks outweigh keys and values."""
+    family = name if name in ("qwen2_sliding", "gemma2") else "llama"
+    shape = {"max_positions": 2048, "hidden_size": 128, "num_kv_heads": 2}
+    model = wrap_target(tiny_model(family, **shape))
+    if name == "fused" and not fuse(model):
+        pytest.skip("weights cannot be packed here")
+    drafter = None
+    if name == "independent":
+        drafter = build_drafter("independent", model, model=wrap_target(tiny_model("llama", num_layers=2, **shape)))
+    decoder, prompt = Decoder(model, drafter), prompt_ids(length)
+    estimate = decoder.estimate([prompt], max_new_tokens=4)
+    decoder.decode([prompt], max_new_tokens=4, ignore_eos=True)
+    with PeakOfNewTensors() as peak:
+        decoder.decode([prompt], max_new_tokens=4, ignore_eos=True)
+    assert 0.8 < peak.nbytes / estimate.working_bytes < 1.15
+
+
+def test_a_short_prompt_is_judged_as_the_long_one_that_its_rows_could_hold():
+    """Rows are used again for requests of the same length, whatever part of it is the prompt."""
+    model = wrap_target(tiny_model("llama", max_positions=2048))
+    long, short = [prompt_ids(1000)], [prompt_ids(20)]
+    needed = Decoder(model).estimate(long, max_new_tokens=4).allocated_bytes
+    for prompts, count in ((long, 4), (short, 984)):
+        with pytest.raises(UserError, match="requests of up to") as refused:
+            Decoder(model, memory_limit_bytes=needed - 1).decode(prompts, max_new_tokens=count)
+        length = int(re.search(r"requests of up to (\d+)", str(refused.value))[1])
+        for prompt_len in (2, length - 2):
+            decoder = Decoder(model, memory_limit_bytes=needed - 1)
+            assert decoder.decode([prompt_ids(prompt_len)], max_new_tokens=length - prompt_len)
+    Decoder(model, memory_limit_bytes=needed).decode(short, max_new_tokens=4)
 
 
 def refusal(rows, length, limit, name="independent", setting="rejection", **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from selfspec.errors import UserError
 from selfspec.target import Target
@@ -156,6 +157,47 @@ def test_attention_alone_begins_with_the_whole_layers(chat_target: Target, tmp_p
         name for name in theirs if ".mlp." in name or "post_" in name
     }
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in smaller.items())
+
+
+def damaged(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    copied = folder.with_name(f"{folder.name}-damaged")
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(folder, copied)
+    save_file(weights, copied / "model.safetensors")
+    return copied
+
+
+def test_what_cannot_be_made_smaller_is_refused_in_one_line(chat_target: Target, tmp_path: Path):
+    gate, up, head = "layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight", "lm_head.weight"
+    saved(chat_target, "eagle3", {**MADE["eagle3"], "intermediate_size": 12}, tmp_path / "draft")
+    for change, message in (
+        (lambda w: w.update(extra=torch.ones(1)), "extra"),
+        (lambda w: w.pop(gate), "gate_proj"),
+        (lambda w: w.update({up: w[up][:9].clone()}), "shape"),
+        (lambda w: w.update({head: w[head][:50].clone()}), "head_map|lm_head"),
+        (lambda w: w[head].fill_(float("nan")), "not finite"),
+    ):
+        folder = damaged(tmp_path / "draft", change)
+        with pytest.raises(UserError, match=message):
+            begun("eagle3", {**MADE["eagle3"], "intermediate_size": 5, "own_head": False}, folder, chat_target)
+    saved(chat_target, "medusa", {"own_head": True}, tmp_path / "medusa")
+    with pytest.raises(UserError, match="lm_head"):  # heads trained for matrices of their own, which nothing maps to
+        begun("medusa", {"own_head": False}, tmp_path / "medusa", chat_target)
+
+
+def test_rows_of_own_heads_are_the_tokens_they_were(chat_target: Target, vocabularies: tuple[str, str], tmp_path: Path):
+    first, second = ({"own_head": True, "draft_vocab": path, "d_vocab": 100} for path in vocabularies)
+    before = saved(chat_target, "medusa", first, tmp_path / "draft")
+    after: Any = build_trainee("medusa", chat_target, second)
+    begin_with(after, "medusa", tmp_path / "draft", chat_target)
+    places = {token: place for place, token in enumerate(before.token_ids.tolist())}
+    name = next(name for name in before.module.state_dict() if name.startswith("lm_head."))
+    old, new = before.module.state_dict()[name], after.module.state_dict()[name]
+    known = [(place, token) for place, token in enumerate(after.token_ids.tolist()) if token in places]
+    assert 1 < len(known) < 100
+    assert all(torch.equal(new[place], old[places[token]]) for place, token in known)
 
 
 def test_a_run_goes_on_from_the_draft_and_its_card_says_so(

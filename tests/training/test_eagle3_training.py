@@ -161,6 +161,7 @@ def test_impossible_options_are_user_errors(chat_target: Target):
         ({}, "give draft.feature_layers"),
         ({"feature_layers": (0, 1, 9)}, "from 0 to 2"),
         ({"feature_layers": (0, 1, 2), "num_steps": 0}, "at least 1"),
+        ({"feature_layers": (0, 1, 2), "intermediate_size": -3}, "intermediate_size=-3 must be at least 1"),
         ({"layers": 3}, "no option"),
         ({"feature_layers": (0, 1, 2), "init": "zero"}, "Allowed: target, random"),
         ({"feature_layers": (0, 1, 2), "init": "target", "intermediate_size": 8}, "Use draft.init=random"),

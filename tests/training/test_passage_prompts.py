@@ -137,7 +137,11 @@ def test_several_folders_are_one_dataset(
 
 
 def test_the_first_shards_of_each_folder_are_a_dataset_of_their_own(
-    chat_target: Target, data_folder: Callable[..., Path], identity: dict[str, object], tmp_path: Path
+    chat_target: Target,
+    data_folder: Callable[..., Path],
+    small_config: DataConfig,
+    identity: dict[str, object],
+    tmp_path: Path,
 ):
     folders = [data_folder(16).rename(tmp_path / "first"), data_folder(12)]
     both, begun = load_dataset(folders), load_dataset(folders, num_shards=1)
@@ -147,7 +151,11 @@ def test_the_first_shards_of_each_folder_are_a_dataset_of_their_own(
     assert begun.total("train_samples") == len(begun.train) < both.total("train_samples")
     answers = begun.total("train_answer_tokens") + begun.total("held_out_answer_tokens")
     assert answers == sum(sample.answer_len for sample in kept)
-    assert len({load_dataset(folders, num_shards=n).manifest_sha256 for n in (None, 1, 2)}) == 3
+    assert begun.manifest_sha256 != both.manifest_sha256
+    assert {load_dataset(folders, num_shards=n).manifest_sha256 for n in (2, 99)} == {both.manifest_sha256}
+    write_shard(folders[1], [replace(both.train[0], index=99)], {})
+    write_manifest(folders[1], small_config, identity)
+    assert load_dataset(folders, num_shards=1).manifest_sha256 == begun.manifest_sha256, "the same text as before"
     teachers_for(chat_target, begun, identity, num_kept=4, progress=lambda _: None)
     assert [len(list(folder.glob("teacher-*/*"))) for folder in folders] == [1, 1]  # the target read no more
     with pytest.raises(UserError, match="data_shards=0"):

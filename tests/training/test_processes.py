@@ -55,6 +55,24 @@ def torchrun(count: int, model: Path, data: Path, out: Path, *overrides: str) ->
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment)
 
 
+BEGIN = """
+import torch
+from selfspec.training.processes import joined
+with joined("cpu") as processes:
+    weights = [torch.full((3,), float(processes.rank + 1)), torch.full((2, 2), float(-processes.rank))]
+    processes.begin_alike(weights)
+    assert weights[0].tolist() == [1.0] * 3 and weights[1].tolist() == [[0.0] * 2] * 2, weights
+"""
+
+
+def test_all_begin_with_the_first_ones_weights(tmp_path: Path):
+    (tmp_path / "begin.py").write_text(BEGIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, str(tmp_path / "begin.py")], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def model_folder(chat_target: Target, tmp_path: Path) -> Path:
     folder = tmp_path / "model"
