@@ -1,5 +1,6 @@
 # make demo   from nothing to the table: environment, model, the main job on SmolLM2-135M
 # make paper  from nothing to every table and figure of experiments/smollm2, and the README's table
+# make drafts  every shipped draft, trained anew: hours on two cores
 # make test   the same environment, then the test-suite
 # make lint   ruff and the type checker
 # make test-oldest   the test-suite with the oldest transformers that is supported, in an environment of its own
@@ -22,7 +23,7 @@ SPECULATORS := .venv-speculators
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test test-oldest test-speculators lint clean
+.PHONY: help demo paper drafts test test-oldest test-speculators lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -61,6 +62,10 @@ demo: $(VENV)/.installed
 # Killed at any point, it goes on where it stopped.
 paper: $(VENV)/.installed
 	$(BIN)/python experiments/paper.py
+
+# Finished stages are not trained again.
+drafts: $(VENV)/.installed
+	PYTHON=$(BIN)/python sh experiments/smollm2/train_drafts.sh
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)

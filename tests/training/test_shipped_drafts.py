@@ -1,0 +1,78 @@
+"""The committed script that trains the shipped drafts is what their cards say that they were trained by."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from selfspec.config import conf_dir
+from selfspec.training.config import MakeDataConfig, TrainJobConfig, resolve_job
+from selfspec.training.data import load_dataset
+
+ROOT = Path(__file__).parent.parent.parent
+SMOLLM2 = ROOT / "experiments" / "smollm2"
+DRAFTS = sorted(path.parent for path in SMOLLM2.glob("drafts/*/training.json"))
+MOST_BYTES = 45_000_000  # of all shipped drafts together
+NOT_THE_DRAFTS = ("begin_with", "autocast", "log_every", "checkpoint_every")
+
+
+def commands(entry: str) -> list[list[str]]:
+    """The overrides of the script's calls of one entry point, in order; nothing is run."""
+    env = {**os.environ, "PYTHON": "echo", "OUT": "o"}
+    script = ["sh", "experiments/smollm2/train_drafts.sh"]
+    lines = subprocess.run(script, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    calls = [line.split() for line in lines]
+    return [overrides for name, *overrides in calls if name == f"experiments/{entry}.py"]
+
+
+@pytest.fixture(scope="module")
+def stages() -> dict[str, TrainJobConfig]:
+    """By folder, as the script has them one after another."""
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        jobs = [resolve_job(TrainJobConfig, compose("train", overrides)) for overrides in commands("train")]
+    return {job.out: job for job in jobs}
+
+
+@pytest.mark.parametrize("folder", DRAFTS, ids=lambda folder: folder.name)
+def test_the_script_trains_each_draft_as_its_card_says(folder: Path, stages: dict[str, TrainJobConfig]):
+    facts: dict[str, Any] = json.loads((folder / "training.json").read_text())
+    job = stages[f"o/{folder.name}"]
+    assert job.drafter == {"kind": facts["kind"]}
+    assert job.draft_options() == facts["draft"]
+    ours = {name: value for name, value in asdict(job.train).items() if name not in NOT_THE_DRAFTS}
+    theirs = {name: value for name, value in facts["train"].items() if name not in NOT_THE_DRAFTS}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()} == theirs
+    assert bool(job.train.begin_with) == ("begun_with" in facts)
+    folders = [job.data] if isinstance(job.data, str) else job.data
+    dataset = load_dataset([ROOT / one for one in folders], job.data_shards)
+    assert {path.name for path in dataset.manifests} == set(facts["data"])
+    for what in ("train_samples", "train_answer_tokens"):
+        assert dataset.total(what) == facts[what]
+
+
+def test_a_stage_begins_with_an_earlier_one_and_the_text_is_there(stages: dict[str, TrainJobConfig]):
+    assert {f"o/{folder.name}" for folder in DRAFTS} <= set(stages)
+    seen: list[str] = []
+    for out, job in stages.items():
+        assert job.train.begin_with is None or job.train.begin_with in seen
+        seen.append(out)
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        made = [resolve_job(MakeDataConfig, compose("make_data", overrides)) for overrides in commands("make_data")]
+    for job in made:
+        manifest = json.loads((ROOT / job.out / "manifest.json").read_text())
+        there, asked = manifest["settings"], asdict(job.data)
+        assert {**there, "answer_tokens": 0} == {**asked, "answer_tokens": 0}
+        made = manifest["totals"]["train_answer_tokens"] + manifest["totals"]["held_out_answer_tokens"]
+        assert asked["answer_tokens"] <= made, "no text is added"
+
+
+def test_the_shipped_drafts_are_small_together():
+    assert len(DRAFTS) == 7
+    assert sum(path.stat().st_size for path in SMOLLM2.glob("drafts/*/*.safetensors")) <= MOST_BYTES
