@@ -45,8 +45,9 @@ def run(job: TrainJobConfig, tracker: Tracker, processes: Processes) -> None:
                 tracker.log(numbers, step=int(record["step"]))
 
         options = job.draft_options()
-        how = job.train, job.data, job.out, command, report, processes, job.data_shards
-        summary = train_draft(target, kind, options, *how)
+        summary = train_draft(
+            target, kind, options, job.train, job.data, job.out, command, report, processes, job.data_shards
+        )
     if processes.first:
         tracker.summary(summary)
         folder = Path(job.out).expanduser()

@@ -8,7 +8,7 @@ what is free on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -84,10 +84,7 @@ def estimate_call(target: Target, drafter: Drafter, call: Call) -> Estimate:
 
 
 def refuse_if_too_large(target: Target, drafter: Drafter, call: Call, limit: int | None, freed: int = 0) -> None:
-    """UserError when the call does not fit into `limit` bytes (None: what is free on the device, and `freed`). Its
-    rows may be used again for requests of the same lengths with longer prompts, so it is judged by these.
-    """
-    call = replace(call, longest_prompt=None)
+    """UserError when the call does not fit into `limit` bytes (None: what is free on the device, and `freed`)."""
     free = limit if limit is not None else available_bytes(target.device)
     if free is None:
         return

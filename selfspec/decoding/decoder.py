@@ -211,8 +211,8 @@ class Decoder:
         longest = self._needs([request.num_tokens for request in requests], width)
         total_slots = self.storage.total_slots(self.max_batch_rows, longest)  # may refuse
         if self.rows is None or self.rows.capacity < longest[0] or self.rows.cache.total_slots < total_slots:
-            longest_prompt = max(len(request.prompt_ids) for request in requests)
-            call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler, longest_prompt)
+            # any part of a request may be its prompt: the rows may be used again for one of the same length
+            call = call_of(self.target, self.storage, self.max_batch_rows, longest, width, sampler)
             freed = 0 if self.rows is None else self.rows.cache.kv_bytes
             refuse_if_too_large(self.target, self.drafter, call, self.memory_limit_bytes, freed)
             self.rows = None  # free the old allocation first

@@ -220,6 +220,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def lists_all(manifest: dict[str, Any], folder: Path) -> bool:
+    """Whether the manifest lists the shards that there are, and no other."""
+    return [shard["file"] for shard in manifest["shards"]] == [path.name for path in shard_paths(folder)]
+
+
 def check_same_settings(
     folder: Path, config: DataConfig, target: dict[str, Any], prompts: dict[str, Any] | None = None
 ) -> None:

@@ -15,6 +15,7 @@ from selfspec.training.data import (
     DataConfig,
     Sample,
     check_same_settings,
+    lists_all,
     read_manifest,
     read_shard,
     shard_paths,
@@ -63,10 +64,8 @@ def _make_locked(
     check_same_settings(folder, config, identity, given)
     done, seen, total = _already_made(folder, target.tokenizer, template)
     manifest = read_manifest(folder)
-    if manifest is None or [shard["file"] for shard in manifest["shards"]] != [
-        path.name for path in shard_paths(folder)
-    ]:
-        manifest = write_manifest(folder, config, identity, given)  # else no text is added yet, and its hash stays
+    if manifest is None or not lists_all(manifest, folder):  # else no text is added yet, and its hash stays
+        manifest = write_manifest(folder, config, identity, given)
     fresh: list[Sample] = []
     rejected: dict[int, str] = {}
     begun, made, spent = time.perf_counter(), 0, Spent()
