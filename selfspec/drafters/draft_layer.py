@@ -22,8 +22,6 @@ from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.blank import blank_layer_and_norm
 from selfspec.target.fused import FUSABLE, FusedLayer
-from selfspec.target.packed import PackedLinear
-from selfspec.target.stack import spread
 
 if TYPE_CHECKING:
     from selfspec.decoding.rows import Rows
@@ -131,19 +129,12 @@ def rotary_of(target: Target, index: int, pass_: Pass, like: Tensor) -> tuple[Te
     return cos_sin
 
 
-def own_head(target: Target, head: Any, token_ids_V: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The draft's own `lm_head`: logits `[B, T, V]` of the target's vocabulary, −inf for what it cannot draft."""
-    linear = PackedLinear(head.lm_head.weight, None)
-    if token_ids_V is None:
-        return linear
-    return lambda normed_BTM: spread(linear(normed_BTM), token_ids_V, target.vocab_size)
-
-
 def target_head(target: Target, token_ids_V: Tensor | None) -> tuple[Callable[[Tensor], Tensor], int]:
     """The target's own head behind a norm of the draft's, of all tokens or these; and the bytes of what is copied."""
     if token_ids_V is None:
         return target.unembed, 0
-    return target.reduced_unembed(token_ids_V), len(token_ids_V) * target.width * target.dtype.itemsize
+    reduced = target.reduced_unembed(token_ids_V)
+    return reduced, reduced.nbytes
 
 
 def config_value(checkpoint: Checkpoint, name: str) -> Any:

@@ -29,8 +29,8 @@ def draft_head(target: Target, d_vocab: int | None, draft_vocab: str | None) -> 
             raise UserError("draft_vocab needs d_vocab: how many of its tokens to draft from.")
         return lambda hidden_BTM: target.head(hidden_BTM), 0
     token_ids_N = draft_token_ids(target, d_vocab, draft_vocab)
-    num_bytes = d_vocab * target.width * target.dtype.itemsize + token_ids_N.untyped_storage().nbytes()
-    return target.reduced_head(token_ids_N), num_bytes
+    unembed = target.reduced_unembed(token_ids_N)
+    return lambda hidden_BTM: unembed(target.norm(hidden_BTM)), unembed.nbytes
 
 
 def draft_token_ids(target: Target, d_vocab: int, path: str | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def draft_token_ids(target: Target, d_vocab: int, path: str | None = None) -> Te
     ids = torch.cat([torch.tensor(eos, dtype=torch.int64), others])[:d_vocab]
     if len(ids) < d_vocab:
         raise UserError(f"{path} ranks {len(ids)} tokens, too few for d_vocab={d_vocab}. Ask for that many or fewer.")
-    return ids.to(target.device)
+    return ids.clone().to(target.device)  # not a view of all of them
 
 
 def _read(target: Target, path: Path) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import LayerShape
-from selfspec.drafters.draft_layer import DraftLayer, PlainRotary, config_value, own_head
+from selfspec.drafters.draft_layer import DraftLayer, PlainRotary, config_value
 from selfspec.drafters.draft_layer_chain import ChainDrafter, ChainParts
 from selfspec.drafters.eagle3_head import Eagle3Head, read_eagle3
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.target.fused import RMSNorm
 from selfspec.target.packed import PackedLinear
+from selfspec.target.stack import spread
 
 
 @dataclass
@@ -30,10 +31,35 @@ class Options:
     checkpoint: str
 
 
+class Unembed:
+    """Logits `[B, T, V]` of the target's vocabulary, −inf for what the draft cannot say: through its own `lm_head`, or
+    through the target's behind its map. Two products then, not one of their product: the target's rows, which are
+    published in half precision, are packed in it.
+    """
+
+    def __init__(self, target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> None:
+        weights = (
+            [head.lm_head.weight] if hasattr(head, "lm_head") else [head.head_map.weight, target.head_rows(token_ids_V)]
+        )
+        self._products = [PackedLinear(weight, None) for weight in weights]
+        self._token_ids_V, self._vocab_size = token_ids_V, target.vocab_size
+
+    @property
+    def nbytes(self) -> int:
+        ids = 0 if self._token_ids_V is None else self._token_ids_V.nbytes
+        return ids + sum(product.nbytes for product in self._products)
+
+    def __call__(self, normed_BTM: Tensor) -> Tensor:
+        for product in self._products:
+            normed_BTM = product(normed_BTM)
+        logits_BTV = normed_BTM
+        return logits_BTV if self._token_ids_V is None else spread(logits_BTV, self._token_ids_V, self._vocab_size)
+
+
 def parts_of(target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> ChainParts:
     """The head's weights, packed; in the target's dtype and on its device already."""
     shape, own = head.shape, head.layer
-    fc, norm, unembed = PackedLinear(head.fc.weight, None), RMSNorm(head.norm), own_head(target, head, token_ids_V)
+    fc, norm, unembed = PackedLinear(head.fc.weight, None), RMSNorm(head.norm), Unembed(target, head, token_ids_V)
     norm_embedded, norm_hidden = RMSNorm(own.input_layernorm), RMSNorm(own.hidden_norm)
     layer = DraftLayer(
         own,
@@ -51,7 +77,7 @@ def parts_of(target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> Ch
     def logits(hidden_BTM: Tensor) -> Tensor:
         return unembed(norm(hidden_BTM))
 
-    return ChainParts(fc, join_token, layer, logits, layer.nbytes + head.fc.weight.nbytes + head.lm_head.weight.nbytes)
+    return ChainParts(fc, join_token, layer, logits, layer.nbytes + fc.nbytes + unembed.nbytes)
 
 
 def build(target: Target, options: Options) -> ChainDrafter:

@@ -4,7 +4,7 @@ At text position p it reads the target's hidden states of three levels at p, joi
 p+1; it predicts token p+2. In drafting, its own output takes the place of the features it does not have yet.
 
 Its output matrix is its own, or, with own_head=False, the target's behind a trained square matrix: logits are
-`head_VM (head_map norm(hidden))`, which is an own matrix again once the two are multiplied (`read_eagle3`), but a
+`head_VM (head_map norm(hidden))`, which is an own matrix again once the two are multiplied (`output_matrix`), but a
 fifteenth of the weights to train and to store.
 
 Parameter names are those of the `speculators` format, without the embedding, which is the target's. Only weights are
@@ -95,9 +95,7 @@ class Eagle3Head(nn.Module):
 
 
 def read_eagle3(path: str | Path, target: Target) -> tuple[Checkpoint, Eagle3Head]:
-    """The draft in the folder, with an output matrix of its own in either case. UserError: none there, or another
-    target's, or weights that do not fit.
-    """
+    """The draft in the folder. UserError: none there, or another target's, or weights that do not fit."""
     checkpoint = read_checkpoint(path, "eagle3", target)
     own_head, given = checkpoint.config.get("own_head", True), config_value(checkpoint, "shape")
     try:
@@ -107,16 +105,12 @@ def read_eagle3(path: str | Path, target: Target) -> tuple[Checkpoint, Eagle3Hea
     with torch.device("meta"):
         head = Eagle3Head(shape, own_head)
     load_into(head, checkpoint)
-    if not own_head:
-        head.lm_head = through_target(head, target, checkpoint.token_ids)
-        del head.head_map
     return checkpoint, head
 
 
-def through_target(head: Eagle3Head, target: Target, token_ids_V: Tensor | None) -> nn.Linear:
-    """The target's output matrix, of all tokens or these, times the head's map: `[V, M]`, multiplied in float32."""
-    product_VM = target.head_rows(token_ids_V).float() @ head.head_map.weight.float()
-    num_tokens, width = product_VM.shape
-    linear = nn.Linear(width, num_tokens, bias=False, device="meta")
-    linear.weight = nn.Parameter(product_VM.to(head.head_map.weight.dtype), requires_grad=False)
-    return linear
+def output_matrix(head: Eagle3Head, target: Target, token_ids_V: Tensor | None) -> Tensor:
+    """`[V, M]`: its own, or the target's, of all tokens or these, times the head's map (multiplied in float32)."""
+    if hasattr(head, "lm_head"):
+        return head.lm_head.weight.detach()
+    product_VM = target.head_rows(token_ids_V).float() @ head.head_map.weight.detach().float()
+    return product_VM.to(head.head_map.weight.dtype)

@@ -44,15 +44,6 @@ class LastState:
         self.hidden_BM[row].zero_()
 
 
-def bytes_of_heads(target: Target, heads: nn.Module, token_ids_N: Tensor | None) -> int:
-    """Of trained heads, and of the rows of the target's output matrix that a reduced vocabulary copies."""
-    itemsize, own = target.dtype.itemsize, sum(weight.numel() for weight in heads.parameters()) * target.dtype.itemsize
-    if token_ids_N is None:
-        return own
-    has_own = any(name.startswith("lm_head") for name, _ in heads.named_parameters())
-    return own + token_ids_N.nbytes + (0 if has_own else len(token_ids_N) * target.width * itemsize)
-
-
 def start_state(target: Target, rows: Rows, cache: KVCache | None = None) -> None:
     hidden_BM = torch.zeros(rows.num_rows, target.width, dtype=target.dtype, device=target.device)
     rows.draft_state = LastState(hidden_BM, cache)
@@ -76,7 +67,16 @@ class Outputs:
         """own: one output matrix for each head; none: the target's, in one product for all heads that are asked."""
         self.token_ids, self.vocab_size = token_ids, target.vocab_size
         self.own = [packed(matrix) for matrix in own]
-        self.tied = target.unembed if token_ids is None or own else target.reduced_unembed(token_ids)
+        self.reduced = None if token_ids is None or own else target.reduced_unembed(token_ids)
+        self.tied = self.reduced or target.unembed
+
+    @property
+    def nbytes(self) -> int:
+        """Of their own matrices, or of the rows of the target's that a reduced vocabulary copies."""
+        if self.reduced is not None:
+            return self.reduced.nbytes
+        ids = 0 if self.token_ids is None else self.token_ids.nbytes
+        return ids + sum(matrix.nbytes for matrix in self.own)
 
     def __call__(self, hidden_BKM: Tensor, first: int = 0) -> Tensor:
         """Logits `[B, K, V]` of heads `first`, `first` + 1, ..."""

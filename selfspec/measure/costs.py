@@ -32,10 +32,8 @@ def stack_of(target: Target) -> Stack:
     """The target as what a step reads (on each of its ranks), from its parameters. kv: of one token in one layer,
     averaged over the layers.
     """
-    itemsize = target.dtype.itemsize
-    head = itemsize * target.vocab_size * target.width // target.ranks
-    kv = sum(2 * shape.num_kv_heads * shape.head_dim for shape in target.layer_shapes) * itemsize
-    layers = target.num_layers
+    head, layers = target.head_bytes, target.num_layers
+    kv = sum(2 * shape.num_kv_heads * shape.head_dim for shape in target.layer_shapes) * target.dtype.itemsize
     return Stack(layers, round((target.step_bytes - head) / layers), head, round(kv / layers))
 
 

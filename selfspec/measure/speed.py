@@ -84,8 +84,7 @@ def pass_limit(target: Target, width: int, bandwidth: float, rate: float) -> flo
     """Seconds that a pass over `width` tokens takes at least: every weight is read once, and multiplied with each of
     them. Attention over the cache and everything else is left out, so that no engine can be below it.
     """
-    num_weights = target.step_bytes / target.dtype.itemsize
-    return max(target.step_bytes / bandwidth, 2 * num_weights * width / rate)
+    return max(target.step_bytes / bandwidth, 2 * target.step_weights * width / rate)
 
 
 def generation(targets: Mapping[str, Target], config: SpeedConfig) -> dict[str, Timed]:

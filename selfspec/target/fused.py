@@ -144,16 +144,23 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 class RMSNorm:
-    """RMSNorm through LayerNorm's kernel: (x, −x) has mean 0 and variance mean(x²). One kernel instead of eight."""
+    """RMSNorm in few kernels. In float32 through the length |x|: sqrt(mean(x²) + eps) = sqrt(|x|² + M eps) / sqrt(M).
+    In half precision, which would round |x|, through LayerNorm's kernel: (x, −x) has mean 0 and variance mean(x²).
+    """
 
     def __init__(self, norm: Any) -> None:
         weight = norm.weight.detach()
-        self.weight_2M = torch.cat([weight, weight])
         self.width, self.eps = len(weight), norm.variance_epsilon
+        self.by_length = weight.dtype.itemsize >= torch.float32.itemsize
+        self.weight = weight * self.width**0.5 if self.by_length else torch.cat([weight, weight])
+        self.least_length = torch.tensor((self.width * self.eps) ** 0.5, dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.by_length:
+            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.least_length)
+            return (x * self.weight).div_(length)
         both = torch.cat([x, x.neg()], -1)
-        return F.layer_norm(both, (2 * self.width,), self.weight_2M, None, self.eps)[..., : self.width]
+        return torch.layer_norm(both, (2 * self.width,), self.weight, None, self.eps)[..., : self.width]
 
 
 def rotate(x_BTXD: Tensor, cos_BTXD: Tensor, signed_sin_BTXD: Tensor) -> Tensor:

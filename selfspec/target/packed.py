@@ -1,21 +1,27 @@
-"""Linear layers whose weights oneDNN has reordered once, for the CPU: the only place that touches torch's private
-operators.
+"""Linear layers whose weights were laid out once for the CPU: the only place that touches torch's private operators.
 
-A decoding step reads every weight once, so its speed is how fast weights stream. `F.linear` streams a row-major
-matrix at a fraction of the memory bandwidth (and in bfloat16 reorders it again on each call); a weight reordered into
-oneDNN's blocked layout streams two to three times faster, and stays nearly as fast for 1 to 8 tokens, which is what
-verification needs. torch reaches that layout through `torch.ops.mkldnn._linear_pointwise`, which Inductor uses and
-which is private: so every use is here, is checked against `F.linear` when a weight is packed, and falls back to it.
+A decoding step reads every weight once, so its speed is how fast weights stream. `F.linear` streams a row-major matrix
+at a fraction of the memory bandwidth (and in bfloat16 reorders it again on each call). Two libraries inside torch do
+better, and stay nearly as fast for the few tokens that verification needs:
 
-oneDNN chooses the layout for a number of tokens that it is told. Told one token in float32, it leaves the weight
-row-major, and a pass over two tokens then costs half as much again as one over a single token (`experiments/LOG.md`);
-told a number above one, it blocks it, which is as fast for one token and faster for more. In bfloat16, told one, two
-tokens cost little more than one (`experiments/smollm2/speed`).
+- **FBGEMM, weights in float16, everything else in float32** (`HalfWeights`). Published weights are bfloat16 or float16,
+  and float16 holds those exactly (below 2^-17 a bfloat16 is rounded, by at most 2^-25): half the bytes of a float32
+  pass, and its result. Taken for a float32 weight of which float16 loses no more than float32's sums do
+  (`exact_in_half`), so never for weights trained and kept in float32.
+- **oneDNN, weights in blocks** (`Blocked`), for bfloat16 and for all other float32. It chooses the blocks for a number
+  of tokens that it is told. Told one token in float32, it leaves the weight row-major, and a pass over two tokens then
+  costs half as much again as one over a single token; told more, it blocks it, which is as fast for one token and
+  faster for more. In bfloat16, told one, two tokens cost little more than one (`experiments/smollm2/speed`).
+
+Both are private (quantized Linear and Inductor use them): so every use is here, is checked against `F.linear` when a
+weight is packed, and falls back to it. What they bring was measured: `experiments/LOG.md`.
 
 Cost: packing copies the weight; drop the original if memory matters (`selfspec.target.fused` does, layer by layer).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,62 +29,141 @@ from torch.nn import functional as F
 
 PACKED_DTYPES = (torch.float32, torch.bfloat16)
 PACKED_FOR_TOKENS = {torch.float32: 16, torch.bfloat16: 1}  # what oneDNN is told that a pass will hold
+FLOAT32_ROUNDING = 2.0**-24  # a float32's rounding at most, over the number
+ROWS_AT_ONCE = 4096  # of a matrix that is looked through, so that no second one of its size is made
+
+UNUSABLE = (AttributeError, RuntimeError, NotImplementedError)  # what a missing or changed operator raises
 
 
 def packing_available(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch has the operators, for this dtype, on this device; asked by doing it once."""
+    """Whether this torch has oneDNN's operators, for this dtype, on this device; asked by doing it once."""
     if device.type != "cpu" or dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
         return False
     try:
         probe = torch.linspace(-1, 1, 64 * 32, dtype=dtype).view(64, 32)
-        PackedLinear(probe, None, required=True)
-    except (AttributeError, RuntimeError, NotImplementedError):
+        _checked(Blocked, probe, None)
+    except UNUSABLE:
         return False
     return True
 
 
-class PackedLinear:
-    """`x @ weight.T + bias` with the weight `[out, in]` reordered, or plainly where that is not to be had."""
+def exact_in_half(weight_OI: Tensor) -> bool:
+    """Whether float16 holds every row as well as float32 needs it: what it loses of one is no more than what is lost,
+    on average, in summing a row's products in float32 (both as norms).
+    """
+    lost_at_most = FLOAT32_ROUNDING * weight_OI.shape[1] ** 0.5
+    for rows_OI in weight_OI.split(ROWS_AT_ONCE):
+        lost_O = (rows_OI.half().float() - rows_OI).norm(dim=1)
+        if not bool((lost_O <= lost_at_most * rows_OI.norm(dim=1)).all()):  # NaN: not exact
+            return False
+    return True
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, required: bool = False) -> None:
-        self.bias_O = None if bias_O is None else bias_O.detach().contiguous()
-        self.weight_OI = weight_OI.detach()
-        self.packed = False
-        try:
-            num_tokens = PACKED_FOR_TOKENS.get(weight_OI.dtype, 1)
-            packed = torch.ops.mkldnn._reorder_linear_weight.default(self.weight_OI.contiguous(), num_tokens)
-            self._linear = torch.ops.mkldnn._linear_pointwise.default
-            self._linear_add = torch.ops.mkldnn._linear_pointwise.binary
-            _check(self, packed, weight_OI)
-            self.weight_OI, self.packed = packed, True
-        except (AttributeError, RuntimeError, NotImplementedError):
-            if required:
-                raise
+
+class PackedLinear:
+    """`x @ weight.T + bias` with the weight `[out, in]` packed, or plainly where that is not to be had."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        weight_OI, bias_O = weight_OI.detach(), None if bias_O is None else bias_O.detach().contiguous()
+        self._product = _first_usable(weight_OI, bias_O)
+
+    @property
+    def layout(self) -> str:
+        """'half', 'blocked' or 'plain'."""
+        return self._product.layout
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.weight_OI, self.bias_O)
-        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors if tensor is not None)
+        """What a pass reads."""
+        return self._product.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed:
-            return self._linear(x, self.weight_OI, self.bias_O, "none", [], "")
+        return self._product(x)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """`self(x) + residual`."""
+        return self._product.plus(x, residual)
+
+
+class Plain:
+    """`F.linear`."""
+
+    layout = "plain"
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.weight_OI, self.bias_O = weight_OI, bias_O
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight_OI.numel() * self.weight_OI.dtype.itemsize + _nbytes(self.bias_O)
+
+    def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight_OI, self.bias_O)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`self(x) + residual` in one pass."""
-        if self.packed:
-            return self._linear_add(x, residual, self.weight_OI, self.bias_O, "add")
-        return F.linear(x, self.weight_OI, self.bias_O) + residual
+        return self(x) + residual
 
 
-def _check(linear: PackedLinear, packed: Tensor, weight_OI: Tensor) -> None:
-    """Once per weight, on two tokens: the private operator must mean what `F.linear` means."""
+class Blocked(Plain):
+    """oneDNN's product; the residual is added in the same operator."""
+
+    layout = "blocked"
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        num_tokens = PACKED_FOR_TOKENS.get(weight_OI.dtype, 1)
+        reorder = torch.ops.mkldnn._reorder_linear_weight.default
+        super().__init__(reorder(weight_OI.contiguous(), num_tokens), bias_O)
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_add = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight_OI, self.bias_O, "none", [], "")
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._linear_add(x, residual, self.weight_OI, self.bias_O, "add")
+
+
+class HalfWeights:
+    """FBGEMM's product of float32 with float16, summed in float32."""
+
+    layout = "half"
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.nbytes = torch.float16.itemsize * weight_OI.numel() + _nbytes(bias_O)
+        self._packed = torch.ops.quantized.linear_prepack_fp16.default(weight_OI.contiguous(), bias_O)
+        self._linear = torch.ops.quantized.linear_dynamic_fp16.default._op  # without a look at each argument in Python
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x, self._packed)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self._linear(x, self._packed).add_(residual)
+
+
+def _nbytes(bias_O: Tensor | None) -> int:
+    return 0 if bias_O is None else bias_O.nbytes
+
+
+def _first_usable(weight_OI: Tensor, bias_O: Tensor | None) -> Any:
+    layouts: list[Any] = []
+    if weight_OI.device.type == "cpu" and weight_OI.dtype in PACKED_DTYPES:
+        half = weight_OI.dtype == torch.float32 and exact_in_half(weight_OI)
+        layouts = [HalfWeights, Blocked] if half else [Blocked]
+    for layout in layouts:
+        try:
+            return _checked(layout, weight_OI, bias_O)
+        except UNUSABLE:
+            continue
+    return Plain(weight_OI, bias_O)
+
+
+def _checked(layout: Any, weight_OI: Tensor, bias_O: Tensor | None) -> Any:
+    """The weight so packed, tried once on two tokens: a private operator must mean what `F.linear` means."""
+    product = layout(weight_OI, bias_O)
     x = torch.linspace(-1, 1, 2 * weight_OI.shape[1], dtype=weight_OI.dtype).view(1, 2, -1)
-    expected = F.linear(x, weight_OI, linear.bias_O).float()
-    residual = torch.ones_like(expected, dtype=weight_OI.dtype)
-    got = linear._linear(x, packed, linear.bias_O, "none", [], "").float()
-    got_add = linear._linear_add(x, residual, packed, linear.bias_O, "add").float()
-    tolerance = (1e-4 if weight_OI.dtype == torch.float32 else 3e-2) * max(float(expected.detach().abs().max()), 1.0)
+    expected = F.linear(x, weight_OI, bias_O).float()
+    got = product(x).float()
+    got_add = product.plus(x, torch.ones_like(expected, dtype=weight_OI.dtype)).float()
+    tolerance = (1e-4 if weight_OI.dtype == torch.float32 else 3e-2) * max(float(expected.abs().max()), 1.0)
     if not ((got - expected).abs().max() <= tolerance and (got_add - expected - 1).abs().max() <= tolerance):
-        raise RuntimeError("mkldnn._linear_pointwise does not agree with F.linear")
+        raise RuntimeError(f"the {layout.layout} product does not agree with F.linear")
+    return product

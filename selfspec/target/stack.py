@@ -30,7 +30,7 @@ from selfspec.target.parts import cache_argument, own_rotary, part
 from selfspec.target.sublayers import thinned
 from selfspec.target.tensor_parallel import local_kv_heads, ranks_of, whole
 from selfspec.target.views import module_view
-from selfspec.target.weights import check_weights, generation_eos_ids, parameter_bytes
+from selfspec.target.weights import check_weights, generation_eos_ids, matrix_elements, parameter_bytes
 
 
 class Target:
@@ -66,6 +66,7 @@ class Target:
         self._rotary_tables: dict[str | None, tuple[Tensor, Tensor]] = {}
         self.weight_bytes = parameter_bytes(model)
         self.step_bytes = self.weight_bytes - (0 if self.tied else parameter_bytes(self._embed))
+        self.step_weights = matrix_elements(model) - (0 if self.tied else matrix_elements(self._embed))
         self.eos_token_ids = generation_eos_ids(model, config)
         check_weights(model)
         if len(self.layers) != config.num_hidden_layers:
@@ -218,23 +219,16 @@ class Target:
         """Final norm and LM head, `[B, T, V]`."""
         return self.unembed(self.norm(hidden_BTM))
 
-    def reduced_head(self, token_ids_N: Tensor) -> Callable[[Tensor], Tensor]:
-        """Final norm and the head of these tokens only: see `reduced_unembed`."""
-        unembed = self.reduced_unembed(token_ids_N)
-        return lambda hidden_BTM: unembed(self.norm(hidden_BTM))
+    @property
+    def head_bytes(self) -> int:
+        """What a pass reads of the LM head (on each rank)."""
+        if isinstance(self._head, PackedLinear):
+            return self._head.nbytes
+        return self.vocab_size * self.width * self.dtype.itemsize // self.ranks
 
-    def reduced_unembed(self, token_ids_N: Tensor) -> Callable[[Tensor], Tensor]:
-        """The LM head of these tokens only: logits `[B, T, V]`, −inf for all others.
-
-        For drafts: q then has smaller support, which costs acceptance and never exactness.
-        """
-        bias = getattr(self.head_module, "bias", None)
-        linear = PackedLinear(self.head_rows(token_ids_N), None if bias is None else bias[token_ids_N])
-
-        def unembed(normed_BTM: Tensor) -> Tensor:
-            return spread(self.family.finish_logits(linear(normed_BTM), self.config), token_ids_N, self.vocab_size)
-
-        return unembed
+    def reduced_unembed(self, token_ids_N: Tensor) -> ReducedUnembed:
+        """The LM head of these tokens only, without the norm."""
+        return ReducedUnembed(self, token_ids_N)
 
     def hf_generate(
         self,
@@ -276,6 +270,28 @@ class Target:
             cos_1SD, sin_1SD = self._rotary(hidden, reach[None], *arguments)
             table = self._rotary_tables[kind] = (cos_1SD[0], sin_1SD[0])
         return table
+
+
+class ReducedUnembed:
+    """The LM head of some tokens only: logits `[B, T, V]`, −inf for all others.
+
+    For drafts: q then has smaller support, which costs acceptance and never exactness.
+    """
+
+    def __init__(self, target: Target, token_ids_N: Tensor) -> None:
+        bias = getattr(target.head_module, "bias", None)
+        self._linear = PackedLinear(target.head_rows(token_ids_N), None if bias is None else bias[token_ids_N])
+        self._target, self._token_ids_N = target, token_ids_N
+
+    @property
+    def nbytes(self) -> int:
+        """Of the rows copied, and their ids."""
+        return self._linear.nbytes + self._token_ids_N.nbytes
+
+    def __call__(self, normed_BTM: Tensor) -> Tensor:
+        target = self._target
+        logits_BTN = target.family.finish_logits(self._linear(normed_BTM), target.config)
+        return spread(logits_BTN, self._token_ids_N, target.vocab_size)
 
 
 def spread(logits_BTN: Tensor, token_ids_N: Tensor, vocab_size: int) -> Tensor:

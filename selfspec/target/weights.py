@@ -16,6 +16,11 @@ def parameter_bytes(model: nn.Module) -> int:
     return sum(local(parameter).numel() * parameter.dtype.itemsize for parameter in model.parameters())
 
 
+def matrix_elements(model: nn.Module) -> int:
+    """How many numbers its matrices hold: what each token of a pass is multiplied with. Norms and biases are not."""
+    return sum(local(parameter).numel() for parameter in model.parameters() if parameter.dim() > 1)
+
+
 def generation_eos_ids(model: Any, config: Any) -> tuple[int, ...]:
     """What `model.generate` would stop at: the generation config's ids, else the config's."""
     given = getattr(model.generation_config, "eos_token_id", None)

@@ -22,6 +22,7 @@ from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters.draft_layer_chain import ChainState
 from selfspec.lookahead import Plan
 from selfspec.sampling import build_rule, build_transforms
+from selfspec.target.packed import PackedLinear
 from selfspec.training.eagle3 import Eagle3Trainee
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
 
@@ -224,12 +225,12 @@ def test_its_memory_is_foretold(target, draft):
     drafter.start(rows)
     assert state == rows.draft_state.cache.kv_bytes + rows.draft_state.output_BM.nbytes
     trainee = draft[0]
-    kept = sum(p.nbytes for p in trainee.module.parameters() if p.dim() == 2)
-    if isinstance(trainee, Eagle3Trainee) and not trainee.options.own_head:
-        kept += 4 * target.width * 4 - trainee.head.head_map.weight.nbytes  # multiplied when it was read
-    elif not isinstance(trainee, Eagle3Trainee) and trainee.token_ids is not None:
-        kept += 4 * target.width * 4  # of the target's head
-    assert weights == kept
+    matrices = [p.detach().bfloat16().float() for p in trainee.module.parameters() if p.dim() == 2]  # as saved
+    own_head = isinstance(trainee, Eagle3Trainee) and trainee.options.own_head
+    if trainee.token_ids is not None and not own_head:
+        matrices.append(target.head_weight_VM.detach()[trainee.token_ids])
+    kept = sum(PackedLinear(matrix, None).nbytes for matrix in matrices)
+    assert weights == kept + (0 if trainee.token_ids is None else trainee.token_ids.nbytes)
 
 
 def damaged(target, folder: Path, config=None, weights=None) -> Path:

@@ -30,7 +30,7 @@ def test_tokens_stay_the_targets_and_drafts_come_from_the_vocabulary_alone(d_voc
 def test_the_reduced_head_is_the_head_on_its_tokens():
     ids = draft_token_ids(TARGET, 10)
     hidden = torch.randn(1, 3, TARGET.width)
-    full, reduced = TARGET.head(hidden), TARGET.reduced_head(ids)(hidden)
+    full, reduced = TARGET.head(hidden), TARGET.reduced_unembed(ids)(TARGET.norm(hidden))
     assert torch.allclose(reduced[..., ids], full[..., ids], atol=1e-4)
     others = [token for token in range(TARGET.vocab_size) if token not in ids.tolist()]
     assert (reduced[..., others] == -torch.inf).all()

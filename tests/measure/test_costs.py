@@ -10,12 +10,10 @@ import torch
 from selfspec.measure.costs import costs, draft_step_bytes, stack_of
 from selfspec.records import PromptRecord, RoundRecord
 
-# 4 layers of 1,000 bytes, a head of 100 * 8 * 2 = 1,600; keys and values of a token: 2 * 1 * 4 * 2 = 16 bytes a layer
+# 4 layers of 1,000 bytes, a head of 1,600; keys and values of a token: 2 * 1 * 4 * 2 = 16 bytes a layer
 TARGET = SimpleNamespace(
-    ranks=1,
+    head_bytes=1_600,
     dtype=torch.bfloat16,
-    vocab_size=100,
-    width=8,
     num_layers=4,
     step_bytes=4_000 + 1_600,
     layer_shapes=[SimpleNamespace(num_kv_heads=1, head_dim=4)] * 4,

@@ -9,10 +9,8 @@ import torch
 from layer_drafts import random_draft
 
 from selfspec import UserError, build_drafter, decode, load_drafter, load_target, wrap_target
-from selfspec.target import packed
 from selfspec.target.byte_tokenizer import byte_tokenizer
 from selfspec.target.fused import FUSABLE, fuse
-from selfspec.target.packed import PackedLinear, packing_available
 from tiny_models import FAMILIES, prompt_ids, tiny_llama
 
 CPU = torch.device("cpu")
@@ -51,53 +49,6 @@ def test_fused_targets_generate_the_same_tokens_whatever_the_drafter(family):
     for drafter in (None, build_drafter("early_exit", target, exit_layer=2), build_drafter("ngram", target)):
         outputs = decode(target, drafter, prompts, max_new_tokens=24, lookahead=3, max_batch_rows=2)
         assert [output.token_ids for output in outputs] == expected
-
-
-@pytest.mark.skipif(not packing_available(torch.float32, CPU), reason="this torch has no packed products")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_weight_is_blocked_and_no_pass_reorders_it_again(dtype, capfd):
-    """A row-major weight (`ab`) costs two tokens twice what one costs: oneDNN's own log tells the layout."""
-    if not packing_available(dtype, CPU):
-        pytest.skip(f"no packed {dtype} product on this machine")
-    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
-        linear = PackedLinear(torch.randn(256, 128).to(dtype), None)
-        for tokens in (1, 2, 9):
-            linear(torch.randn(1, tokens, 128).to(dtype))
-    lines = [line.split(",") for line in capfd.readouterr().out.splitlines() if ",exec,cpu," in line]
-    products = [line for line in lines if "inner_product" in line]
-    layouts = {part for line in products for part in " ".join(line).split() if part.startswith("wei:")}
-    assert products and not any("ab::" in layout.replace("blocked:", "") for layout in layouts), layouts
-    reorders = [line for line in lines if "reorder" in line]
-    assert len(reorders) <= 1, reorders  # when it was packed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)])
-def test_a_packed_linear_is_a_linear_with_its_residual(dtype, bias):
-    weight, x = torch.randn(48, 64).to(dtype), torch.randn(1, 5, 64).to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    linear = PackedLinear(weight, bias)
-    expected = torch.nn.functional.linear(x, weight, bias)
-    tolerance = (1e-6 if dtype == torch.float32 else 2**-7) * float(expected.abs().max())  # two roundings
-    assert (linear(x) - expected).abs().max() <= tolerance
-    assert (linear.plus(x, x[..., :48]) - expected - x[..., :48]).abs().max() <= tolerance
-    assert linear.nbytes == weight.numel() * dtype.itemsize + (0 if bias is None else bias.numel() * dtype.itemsize)
-
-
-def test_without_the_private_operators_the_plain_ones_are_used_and_the_result_is_the_same(monkeypatch):
-    expected = PackedLinear(torch.eye(64), None)(torch.ones(1, 1, 64))
-    monkeypatch.setattr(packed.torch.ops.mkldnn, "_linear_pointwise", None)
-    assert not packing_available(torch.float32, CPU)
-    assert not fuse(wrap_target(tiny_llama()))
-    linear = PackedLinear(torch.eye(64), None)
-    assert not linear.packed
-    assert torch.equal(linear(torch.ones(1, 1, 64)), expected)
-    assert torch.equal(linear.plus(torch.ones(1, 1, 64), expected), 2 * expected)
-
-
-def test_an_operator_that_came_to_mean_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr(packed, "_check", lambda *_: (_ for _ in ()).throw(RuntimeError("disagrees")))
-    assert not packing_available(torch.float32, CPU)
 
 
 def test_packing_holds_the_weights_once_except_a_tied_head_and_the_plain_model_can_be_had_again():

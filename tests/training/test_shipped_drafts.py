@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
 
 from selfspec.config import conf_dir
+from selfspec.target.packed import exact_in_half
 from selfspec.training.config import MakeDataConfig, TrainJobConfig, resolve_job
 from selfspec.training.data import load_dataset
 
@@ -55,6 +57,15 @@ def test_the_script_trains_each_draft_as_its_card_says(folder: Path, stages: dic
     assert {path.name for path in dataset.manifests} == set(facts["data"])
     for what in ("train_samples", "train_answer_tokens"):
         assert dataset.total(what) == facts[what]
+
+
+@pytest.mark.parametrize(
+    "folder", [folder for folder in DRAFTS if folder.name != "layerskip"], ids=lambda one: one.name
+)
+def test_float16_holds_each_matrix_of_a_draft_so_that_a_cpu_reads_half_the_bytes(folder: Path):
+    weights = load_file(folder / "model.safetensors")
+    matrices = {name: tensor for name, tensor in weights.items() if tensor.dim() == 2}
+    assert matrices and [name for name, matrix in matrices.items() if not exact_in_half(matrix.float())] == []
 
 
 def test_a_stage_begins_with_an_earlier_one_and_the_text_is_there(stages: dict[str, TrainJobConfig]):

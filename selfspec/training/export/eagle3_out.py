@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from selfspec.drafters.checkpoint import Checkpoint
-from selfspec.drafters.eagle3_head import HeadShape, read_eagle3
+from selfspec.drafters.eagle3_head import HeadShape, output_matrix, read_eagle3
 from selfspec.errors import UserError
 from selfspec.target import Target
 from selfspec.training.export.folders import new_folder, write_into
@@ -128,7 +128,9 @@ def _read(path: str | Path, target: Target) -> tuple[Checkpoint, HeadShape]:
         int(draft.config["num_steps"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{draft.folder / 'config.json'} is not that of an eagle3 draft: {error!r}.") from error
-    return replace(draft, weights=head.state_dict()), head.shape
+    weights = head.state_dict() | {"lm_head.weight": output_matrix(head, target, draft.token_ids)}
+    weights.pop("head_map.weight", None)  # in the matrix now
+    return replace(draft, weights=weights), head.shape
 
 
 def _feature_layers(draft: Checkpoint, target: Target, first: int) -> list[int]:
