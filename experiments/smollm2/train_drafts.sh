@@ -5,7 +5,8 @@
 #   RUNTIME=cuda_bfloat16 sh experiments/smollm2/train_drafts.sh train.seed=1
 #
 # Each was trained in stages: on data/ alone, then on both texts; eagle3 and exit_adapter then smaller, and with mtp on ten
-# shards of each text only, which is what there was time for. A stage begins with the weights of the one before it.
+# shards of each text, which is what there was time for; eagle3 and exit_adapter once more on 22 of each, nearly
+# all. A stage begins with the weights of the one before it.
 # Killed at any point, the same command goes on; what is finished is not trained again. What is given here goes to every
 # stage; OUT is where the drafts go.
 set -eu
@@ -46,12 +47,16 @@ stage both/eagle3 eagle3 "$both" "train.begin_with=$OUT/first/eagle3" train.step
 stage both/exit_adapter exit_adapter "$both" "train.begin_with=$OUT/first/exit_adapter" +draft.exit_layer=2 \
     train.steps=2000 train.learning_rate=1.5e-3
 
-stage eagle3 eagle3 "$both" data_shards=10 "train.begin_with=$OUT/both/eagle3" +draft.own_head=false \
+stage small/eagle3 eagle3 "$both" data_shards=10 "train.begin_with=$OUT/both/eagle3" +draft.own_head=false \
     +draft.intermediate_size=1152 train.steps=1600 train.learning_rate=7e-4
+stage eagle3 eagle3 "$both" data_shards=22 "train.begin_with=$OUT/small/eagle3" +draft.own_head=false \
+    +draft.intermediate_size=1152 train.steps=1400 train.learning_rate=5e-4
 stage small/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/both/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=1000 train.learning_rate=1.5e-3
-stage exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/small/exit_adapter" \
+stage smaller/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/small/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=800 train.learning_rate=1e-3
+stage exit_adapter exit_adapter "$both" data_shards=22 "train.begin_with=$OUT/smaller/exit_adapter" \
+    +draft.exit_layer=2 +draft.feed_forward=false train.steps=1200 train.learning_rate=7e-4
 stage mtp mtp "$both" data_shards=10 "train.begin_with=$OUT/first/mtp" train.steps=1000 train.learning_rate=1e-3
 stage hydra hydra "$both" "train.begin_with=$OUT/first/hydra" +draft.num_heads=2 train.steps=4000 \
     train.learning_rate=2e-3

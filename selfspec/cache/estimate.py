@@ -212,7 +212,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 def shape_from_config(config: Mapping[str, Any], dtype: str = "float32", packed: bool = False) -> ModelShape:
     """The shape of a model from its config.json. packed: with weights packed for the CPU (`selfspec.target.fused`),
-    which keeps a tied embedding beside the packed head.
+    which keeps a tied embedding beside the packed head; those that float16 holds take less (`selfspec.target.packed`).
 
     Raises UserError for an architecture whose number of weights is not known here, and for an unknown dtype.
     """

@@ -5,7 +5,8 @@ bfloat16 halves the bytes of a decoding step, but only CPUs with AVX-512 or AMX 
 per process, a quarter of a second; what was chosen and why is printed, and `provenance.json` keeps it (`choices_made`).
 
 Decoding is judged by a pass over one token and one over eight (draft and verification) through more weights than the
-caches hold; training by a plain product, which is what autocast runs.
+caches hold, such as float16 holds exactly, as published ones are (float32 then reads no more bytes than bfloat16:
+`selfspec.target.packed`); training by a plain product, which is what autocast runs.
 """
 
 from __future__ import annotations
