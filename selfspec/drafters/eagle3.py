@@ -8,6 +8,7 @@ target's costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,20 @@ class Unembed:
     """
 
     def __init__(self, target: Target, head: Eagle3Head, token_ids_V: Tensor | None) -> None:
-        weights = (
-            [head.lm_head.weight] if hasattr(head, "lm_head") else [head.head_map.weight, target.head_rows(token_ids_V)]
-        )
-        self._products = [PackedLinear(weight, None) for weight in weights]
+        has_own, shared = hasattr(head, "lm_head"), list[Callable[[Tensor], Tensor]]()
+        weights = [head.lm_head.weight] if has_own else [head.head_map.weight]
+        if not has_own and token_ids_V is None:
+            shared = [target.head_product]
+        elif not has_own:
+            weights.append(target.head_rows(token_ids_V))
+        self._own = [PackedLinear(weight, None) for weight in weights]
+        self._products: list[Callable[[Tensor], Tensor]] = [*self._own, *shared]
         self._token_ids_V, self._vocab_size = token_ids_V, target.vocab_size
 
     @property
     def nbytes(self) -> int:
         ids = 0 if self._token_ids_V is None else self._token_ids_V.nbytes
-        return ids + sum(product.nbytes for product in self._products)
+        return ids + sum(product.nbytes for product in self._own)
 
     def __call__(self, normed_BTM: Tensor) -> Tensor:
         for product in self._products:

@@ -220,6 +220,11 @@ class Target:
         return self.unembed(self.norm(hidden_BTM))
 
     @property
+    def head_product(self) -> Callable[[Tensor], Tensor]:
+        """The LM head as nothing but its product: not scaled, not soft-capped."""
+        return self._head
+
+    @property
     def head_bytes(self) -> int:
         """What a pass reads of the LM head (on each rank)."""
         if isinstance(self._head, PackedLinear):

@@ -17,7 +17,9 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def matrix_elements(model: nn.Module) -> int:
-    """How many numbers its matrices hold: what each token of a pass is multiplied with. Norms and biases are not."""
+    """How many numbers its matrices hold: what each token of a pass is multiplied with, but for tables of positions and
+    for experts that a token is not sent to. Norms and biases are not counted.
+    """
     return sum(local(parameter).numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 

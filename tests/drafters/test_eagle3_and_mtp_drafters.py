@@ -34,6 +34,7 @@ DRAFTS = {
     "eagle3": ("eagle3", EAGLE3, None),
     "eagle3_reduced": ("eagle3", EAGLE3, 4),
     "eagle3_through_the_targets_head": ("eagle3", {**EAGLE3, "own_head": False}, 4),
+    "eagle3_through_the_targets_whole_head": ("eagle3", {**EAGLE3, "own_head": False}, None),
     "mtp": ("mtp", {"num_steps": 2}, None),
     "mtp_reduced": ("mtp", {"num_steps": 2}, 4),
 }
@@ -69,7 +70,7 @@ def from_scratch(target, trainee, context: list[int], num_drafted: int) -> list[
     def trained_logits(normed: Tensor) -> Tensor:
         if trainee.options.own_head:
             return trainee.head.lm_head(normed)
-        return trainee.head.head_map(normed) @ target.head_weight_VM[trainee.token_ids].T
+        return trainee.head.head_map(normed) @ target.head_rows(trainee.token_ids).T
 
     def logits_of(hidden: Tensor) -> Tensor:
         logits = trained_logits(norm(hidden)) if own else target.unembed(norm(hidden))

@@ -38,34 +38,88 @@ def test_float16_holds_what_was_published_in_bfloat16_and_the_product_is_float32
     assert (linear.plus(x, residual) - exact - residual).abs().max() <= tolerance + 1e-6
 
 
+def with_column(scale: float) -> torch.Tensor:
+    weight = PUBLISHED.clone()
+    weight[:, 3] *= scale
+    return weight
+
+
+def with_entry(value: float) -> torch.Tensor:
+    weight = PUBLISHED.clone()
+    weight[5, 3] = value
+    return weight
+
+
 @pytest.mark.parametrize(
     ("spoilt", "why"),
     [
         (torch.randn(96, 64), "more digits than float16 has"),
         (PUBLISHED * 2.0**20, "above its largest number"),
-        (PUBLISHED * 2.0**-20, "below its smallest, where all of a row would be rounded away"),
+        (PUBLISHED * 2.0**-20, "below its smallest, where much of a row would be rounded away"),
+        (PUBLISHED * 2.0**-90, "so small that a square of it is 0 in float32"),
         (torch.cat([PUBLISHED, PUBLISHED[:1] * 2.0**-20]), "one row of many"),
-        (PUBLISHED.clone().fill_(float("nan")), "nothing to compare"),
+        (torch.cat([PUBLISHED, PUBLISHED[:1] * 2.0**-90]), "one row of many, all of it 0 in float16"),
+        (with_column(2.0**-20), "one column, which may meet large inputs"),
+        (with_entry(1e5), "one number too large"),
+        (with_entry(1e30), "one number whose square is infinite"),
+        (with_entry(float("inf")), "infinite"),
+        (with_entry(float("nan")), "nothing to compare"),
+        (with_entry(1 + 2.0**-12), "one number with a digit too many"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
-def test_what_float16_does_not_hold_stays_float32(spoilt, why):
+def test_what_float16_does_not_hold_stays_float32_and_as_it_was(spoilt, why):
+    before = spoilt.clone()
     assert exact_in_half(PUBLISHED) and not exact_in_half(spoilt), why
     assert PackedLinear(spoilt, None).layout != "half"
+    assert torch.equal(spoilt.nan_to_num(1.5), before.nan_to_num(1.5)), "FBGEMM cuts what is too large where it lies"
+
+
+@pytest.mark.parametrize(("times_the_limit", "taken"), [(0.9, True), (1.1, False)])
+def test_a_row_may_lose_what_float32_loses_in_summing_its_products(times_the_limit, taken):
+    """2^-24 times the square root of the number of inputs, of the row's length."""
+    row = torch.ones(1, 64)
+    limit = 2.0**-24 * 8 * float(row.norm())
+    number = 1 + times_the_limit * limit  # float16 has 1 here
+    row[0, 0] = number
+    weight = torch.cat([row, torch.ones(99, 64)])  # the column is as long as it need be
+    assert exact_in_half(weight) == taken
 
 
 def test_a_few_weights_near_zero_may_be_rounded():
     weight = PUBLISHED.clone()
-    weight[:, 0] = 2.0**-26
+    weight[:20, 0] = 2.0**-26
     assert exact_in_half(weight) and not torch.equal(weight.half().float(), weight)
 
 
 def test_a_row_is_looked_at_wherever_it_lies(monkeypatch):
-    monkeypatch.setattr(packed, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr(packed, "LOOKED_AT_ONCE", 640)
     weight = PUBLISHED.clone()
     assert exact_in_half(weight)
     weight[95] = torch.randn(64)
     assert not exact_in_half(weight)
+    weight = PUBLISHED.clone()
+    weight[:20, 0] = 2.0**-26
+    assert exact_in_half(weight), "a column is judged as a whole, not by the rows of one piece"
+
+
+@needs_half
+@pytest.mark.parametrize("spoil", ["__call__", "plus"])
+def test_a_product_with_float16_weights_that_came_to_mean_something_else_is_not_used(spoil, monkeypatch):
+    right = getattr(packed.HalfWeights, spoil)
+    monkeypatch.setattr(packed.HalfWeights, spoil, lambda self, *given: 1.01 * right(self, *given))
+    assert PackedLinear(PUBLISHED, None).layout != "half"
+
+
+@needs_half
+def test_views_may_be_multiplied_and_nothing_given_is_changed():
+    linear, wide = PackedLinear(PUBLISHED, None), torch.randn(2, 3, 128)
+    x, residual = wide[..., ::2], torch.randn(3, 2, 96).transpose(0, 1)
+    before = wide.clone(), residual.clone()
+    expected = torch.nn.functional.linear(x, PUBLISHED)
+    assert torch.allclose(linear(x), expected, atol=1e-5)
+    assert torch.allclose(linear.plus(x, residual), expected + residual, atol=1e-5)
+    assert torch.equal(wide, before[0]) and torch.equal(residual, before[1])
 
 
 @needs_half
