@@ -49,6 +49,7 @@ def measure(config: speed.SpeedConfig) -> dict[str, Any]:
             dtype: {width: speed.pass_limit(target, width, bandwidth, rates[dtype]) for width in config.widths}
             for dtype, target in targets.items()
         },
+        "layouts": speed.layout_costs(config) if device.type == "cpu" else {},
         "round_shares": {dtype: speed.round_shares(target, config) for dtype, target in targets.items()},
         "load_and_pack_s": load_s,
         "weight_bytes": {dtype: target.weight_bytes for dtype, target in targets.items()},
@@ -84,6 +85,7 @@ def markdown(result: dict[str, Any], command: str, machine: dict[str, Any], repe
         "",
         f"Limit: the larger of bytes over {bandwidth / 1e9:.0f} GB/s and operations over {rates}, both measured.",
     ]
+    lines += layouts(result["layouts"])
     lines += ["", "| round | ms | draft | verify | other |", "|---|---|---|---|---|"]
     for dtype in dtypes:
         for label, s in result["round_shares"][dtype].items():
@@ -99,6 +101,20 @@ def markdown(result: dict[str, Any], command: str, machine: dict[str, Any], repe
             f"{step / 1e6:.0f} | {rate / 1e9:.1f} | {rate / bandwidth:.0%} of {bandwidth / 1e9:.0f} GB/s |"
         )
     return "\n".join(lines) + "\n"
+
+
+def layouts(costs: dict[str, dict[int, dict[str, float]]]) -> list[str]:
+    """The same float32 weights in every way of packing them; none for a GPU."""
+    if not costs:
+        return []
+    head = " | ".join(f"{layout} ms" for layout in costs)
+    lines = ["", f"| width, weights alone | {head} | half × blocked |", "|---" * (2 + len(costs)) + "|"]
+    for width in next(iter(costs.values())):
+        r = costs.get("half", {}).get(width)
+        against = f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if r else "—"
+        cells = " | ".join(f"{costs[layout][width]['ms']:.1f}" for layout in costs)
+        lines.append(f"| {width} | {cells} | {against} |")
+    return lines
 
 
 @entry_point("speed")

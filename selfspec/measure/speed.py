@@ -23,7 +23,7 @@ from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import build_drafter
 from selfspec.measure.order import balanced
 from selfspec.target import Target
-from selfspec.target.packed import PackedLinear
+from selfspec.target.packed import LAYOUTS, UNUSABLE, Blocked, PackedLinear, Plain
 
 Timed = Callable[[], object]
 
@@ -142,6 +142,44 @@ def verify_cost(target: Target, config: SpeedConfig) -> dict[int, dict[str, floa
     return {
         width: {"ms": 1e3 * float(np.median(seconds[str(width)])), **ratio(seconds[str(width)], one)}
         for width in config.widths
+    }
+
+
+def layout_costs(config: SpeedConfig) -> dict[str, dict[int, dict[str, float]]]:
+    """Per layout of `selfspec.target.packed` and width T: milliseconds of T tokens through 212 MB of float32 weights,
+    which float16 holds, and the ratio to oneDNN's blocks at the same width.
+    """
+    made = torch.Generator().manual_seed(0)
+    weights = [torch.randn(1536, 576, generator=made).bfloat16().float() for _ in range(60)]
+    products = {}
+    for layout in LAYOUTS:
+        try:
+            products[layout.layout] = [layout(weight, None) for weight in weights]
+        except UNUSABLE:  # not on this machine
+            continue
+
+    def through(layout: str, width: int) -> Timed:
+        x = torch.ones(1, width, 576)
+
+        def run() -> None:
+            with torch.inference_mode():
+                for product in products[layout]:
+                    product(x)
+
+        return run
+
+    timed = {f"{layout} {width}": through(layout, width) for width in config.widths for layout in products}
+    seconds = interleaved(timed, 2 * config.repeats, torch.device("cpu"))
+    base = Blocked.layout if Blocked.layout in products else Plain.layout
+    return {
+        layout: {
+            width: {
+                "ms": 1e3 * float(np.median(seconds[f"{layout} {width}"])),
+                **ratio(seconds[f"{layout} {width}"], seconds[f"{base} {width}"]),
+            }
+            for width in config.widths
+        }
+        for layout in products
     }
 
 

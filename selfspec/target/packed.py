@@ -158,6 +158,9 @@ class HalfWeights:
         return self._linear(x, self._packed).add_(residual)
 
 
+LAYOUTS: tuple[type[HalfWeights] | type[Plain], ...] = (HalfWeights, Blocked, Plain)
+
+
 def _nbytes(bias_O: Tensor | None) -> int:
     return 0 if bias_O is None else bias_O.nbytes
 

@@ -31,7 +31,9 @@ def test_the_table_is_written_with_its_command_and_its_limits(tmp_path):
     command += ["max_new_tokens=4", "prompt_tokens=8", "widths=[1,2]", "dtypes=[float32]"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600, capture_output=True)
     result = json.loads((tmp_path / "speed.json").read_text())
+    assert all(set(costs) == {"1", "2"} for costs in result["layouts"].values()) and "plain" in result["layouts"]
     assert set(result["pass_limit_s"]["float32"]) == set(result["verify"]["float32"]) == {"1", "2"}
     text = (tmp_path / "speed.md").read_text()
     assert text.startswith("`python experiments/speed.py target=random-tiny") and "GFLOP/s in float32" in text
+    assert "| width, weights alone |" in text
     assert "| verify width | float32 ms | × one token | limit ms |" in text
