@@ -7,8 +7,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from selfspec import Sampling, build_drafter, decode, load_target
+from selfspec.target.packed import PackedLinear
 
 INDEPENDENT = Path(__file__).parent.parent / "experiments/smollm2/drafts/independent"
 PROMPTS = [
@@ -55,3 +57,11 @@ def test_the_text_is_the_models_own_and_ends_where_it_should(target, expected):
     assert expected[0].finish_reason == "length" and len(expected[0].token_ids) == 16
     short = decode(target, None, PROMPTS[:1], max_new_tokens=16, stop_strings=[" "])[0]
     assert short.finish_reason == "stop_string" and " " not in short.text
+
+
+def test_float16_holds_every_weight_of_it_and_a_step_reads_half_the_bytes(target):
+    weights = [weight for weight in target.hf_model.parameters() if weight.dim() == 2]
+    assert sum(weight.numel() for weight in weights) == target.step_weights > 134_000_000
+    assert all(torch.equal(weight.half().float(), weight) for weight in weights)
+    if PackedLinear(torch.eye(16), None).layout == "half":
+        assert target.step_bytes == 2 * target.step_weights
