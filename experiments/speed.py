@@ -107,8 +107,8 @@ def layouts(costs: dict[str, dict[int, dict[str, float]]]) -> list[str]:
     """The same float32 weights in every way of packing them; none for a GPU."""
     if not costs:
         return []
-    head = " | ".join(f"{layout} ms" for layout in costs)
-    lines = ["", f"| width, weights alone | {head} | half × blocked |", "|---" * (2 + len(costs)) + "|"]
+    head, base = " | ".join(f"{layout} ms" for layout in costs), "blocked" if "blocked" in costs else "plain"
+    lines = ["", f"| width, weights alone | {head} | half × {base} |", "|---" * (2 + len(costs)) + "|"]
     for width in next(iter(costs.values())):
         r = costs.get("half", {}).get(width)
         against = f"{r['ratio']:.2f} [{r['low']:.2f}, {r['high']:.2f}]" if r else "—"

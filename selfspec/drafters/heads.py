@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -85,6 +86,11 @@ class Outputs:
         each = [self.own[first + k](hidden_BKM[:, k : k + 1]) for k in range(hidden_BKM.shape[1])]
         logits_BKN = torch.cat(each, 1)
         return logits_BKN if self.token_ids is None else spread(logits_BKN, self.token_ids, self.vocab_size)
+
+
+def bytes_of(first: Sequence[PackedLinear], further: Sequence[Sequence[PackedLinear]], outputs: Outputs) -> int:
+    """Of the heads' first blocks, the blocks behind them, and what turns their states into logits."""
+    return sum(block.nbytes for block in chain(first, *further)) + outputs.nbytes
 
 
 def linears(modules: nn.Module) -> list[nn.Linear]:

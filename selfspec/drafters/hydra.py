@@ -32,6 +32,7 @@ from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.draft_layer import DraftLayer, blank_parts, target_like
 from selfspec.drafters.heads import (
     Outputs,
+    bytes_of,
     keep_state,
     linears,
     num_outputs,
@@ -104,8 +105,7 @@ class Hydra:
         self._first = [packed(wide, head[0]) for wide, head in zip(linears(heads.residual), blocks, strict=True)]
         self._further = [[packed(block) for block in head[1:]] for head in blocks]
         self._outputs = Outputs(target, linears(heads.lm_head), token_ids)
-        blocks_of_all = [*self._first, *(block for further in self._further for block in further)]
-        self._weight_bytes = sum(block.nbytes for block in blocks_of_all) + self._outputs.nbytes
+        self._weight_bytes = bytes_of(self._first, self._further, self._outputs)
         self._prefix: DraftLayer | None = None
         self._norm: Callable[[Tensor], Tensor] = target.norm
         if heads.prefix is not None:

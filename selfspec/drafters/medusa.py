@@ -25,6 +25,7 @@ from selfspec.drafters.base import Draft, Seen
 from selfspec.drafters.checkpoint import load_into, read_checkpoint
 from selfspec.drafters.heads import (
     Outputs,
+    bytes_of,
     keep_state,
     linears,
     num_outputs,
@@ -84,8 +85,7 @@ class Medusa:
         self._first = packed(*(head[0] for head in blocks))
         self._further = [[packed(block) for block in head[1:]] for head in blocks]
         self._outputs = Outputs(target, linears(heads.lm_head), token_ids)
-        blocks_of_all = [self._first, *(block for further in self._further for block in further)]
-        self._weight_bytes = sum(block.nbytes for block in blocks_of_all) + self._outputs.nbytes
+        self._weight_bytes = bytes_of([self._first], self._further, self._outputs)
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
         return self._weight_bytes, num_rows * self.target.width * self.target.dtype.itemsize

@@ -23,6 +23,7 @@ from selfspec.decoding.stopwatch import Stopwatch
 from selfspec.drafters import build_drafter
 from selfspec.measure.order import balanced
 from selfspec.target import Target
+from selfspec.target.fastest import SHAPE_OI
 from selfspec.target.packed import LAYOUTS, UNUSABLE, Blocked, PackedLinear, Plain
 
 Timed = Callable[[], object]
@@ -147,10 +148,10 @@ def verify_cost(target: Target, config: SpeedConfig) -> dict[int, dict[str, floa
 
 def layout_costs(config: SpeedConfig) -> dict[str, dict[int, dict[str, float]]]:
     """Per layout of `selfspec.target.packed` and width T: milliseconds of T tokens through 212 MB of float32 weights,
-    which float16 holds, and the ratio to oneDNN's blocks at the same width.
+    which float16 holds, and the ratio to oneDNN's blocks (to `F.linear` where there are none) at the same width.
     """
     made = torch.Generator().manual_seed(0)
-    weights = [torch.randn(1536, 576, generator=made).bfloat16().float() for _ in range(60)]
+    weights = [torch.randn(SHAPE_OI, generator=made).bfloat16().float() for _ in range(60)]
     products = {}
     for layout in LAYOUTS:
         try:
@@ -159,7 +160,7 @@ def layout_costs(config: SpeedConfig) -> dict[str, dict[int, dict[str, float]]]:
             continue
 
     def through(layout: str, width: int) -> Timed:
-        x = torch.ones(1, width, 576)
+        x = torch.ones(1, width, SHAPE_OI[1])
 
         def run() -> None:
             with torch.inference_mode():

@@ -8,6 +8,7 @@ from layer_drafts import features_of, random_draft, random_trainee
 from torch import nn
 
 from selfspec import Decoder, Sampling, UserError, decode, load_drafter, wrap_target
+from selfspec.target.packed import PackedLinear
 from selfspec.training.trainee import build_trainee
 from tiny_models import FAMILIES, prompt_ids, tiny_llama, tiny_model
 
@@ -199,8 +200,9 @@ def test_its_memory_is_foretold(target, draft):
     weights, state = drafter.draft_bytes(3, 100)
     assert state == drafter._layer.cache_bytes(3, 100) > 0
     linear = [m for m in trainee.module.get_submodule("layer").modules() if isinstance(m, nn.Linear)]
-    head = 0 if trainee.token_ids is None else 4 * target.width * 4
-    assert weights == sum(p.nbytes for m in linear for p in m.parameters()) + head
+    saved = [p.detach().bfloat16().float() for m in linear for p in m.parameters()]
+    head = 0 if trainee.token_ids is None else 4 * target.width * 4 + trainee.token_ids.nbytes
+    assert weights == sum(PackedLinear(p, None).nbytes for p in saved) + head
 
 
 def test_what_does_not_fit_is_refused(target, tmp_path):
