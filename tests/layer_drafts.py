@@ -52,7 +52,7 @@ def random_draft(kind: str, target: Target, folder: Path, **options: Any) -> Pat
 
 def random_drafter(kind: str, target: Target, packed: bool = True, **options: Any) -> Drafter:
     """A random draft on `target`'s device, written and read. packed: as the CPU would have it, or plainly as a GPU."""
-    with TemporaryDirectory() as folder, nullcontext() if packed else patch.object(packing, "_check", refuse):
+    with TemporaryDirectory() as folder, nullcontext() if packed else patch.object(packing, "_checked", refuse):
         return load_drafter(random_draft(kind, target, Path(folder), **options), target)
 
 
