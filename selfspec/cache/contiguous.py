@@ -22,6 +22,7 @@ from torch import Tensor
 
 from selfspec.cache.blocks import common_prefix
 from selfspec.cache.interface import Cache
+from selfspec.cache.masks import Masks
 from selfspec.cache.storage import EXTENT_STEP, LayerShape, slots_for
 from selfspec.cache.tree_block import TreeBlock
 
@@ -50,7 +51,7 @@ class KVCache:
         self.alike = neighbours(self.storage, self.shapes, rows * self.num_slots)
         self._views: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self._row_starts_B1 = torch.arange(rows, device=device)[:, None] * self.num_slots
-        self.slot_ids_S = torch.arange(self.num_slots, device=device)
+        self.masks = Masks(self.num_slots, device)
 
     @property
     def kv_bytes(self) -> int:
@@ -163,16 +164,7 @@ class Pass:
 
         Never `None`: with more than one query on a preallocated cache, no mask is silently wrong.
         """
-        return self.once((window, repeats, dtype), lambda: self._make_mask(window, repeats, dtype))
-
-    def _make_mask(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        slot_ids_S = self.cache.slot_ids_S[: self.extent]
-        if self.tree is not None:
-            hidden_BTS = self.tree.hidden_BTS(self.positions_BT, slot_ids_S, window)
-        else:
-            positions_BT1 = self.positions_BT[..., None]
-            hidden_BTS = slot_ids_S > positions_BT1
-            if window is not None:
-                hidden_BTS |= slot_ids_S <= positions_BT1 - window
-        mask_BTS = torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device)
-        return mask_BTS.masked_fill_(hidden_BTS, float("-inf"))[:, None].repeat(1, 1, repeats, 1)
+        make = self.cache.masks.make
+        return self.once(
+            (window, repeats, dtype), lambda: make(self.positions_BT, self.extent, window, repeats, dtype, self.tree)
+        )

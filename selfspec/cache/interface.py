@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from selfspec.cache.contiguous import Pass
+    from selfspec.cache.masks import Masks
     from selfspec.cache.tree_block import TreeBlock
 
 
@@ -27,7 +28,7 @@ class Cache(Protocol):
     between_rows: bool  # whether `place` may find tokens that another row has run
     layers: list[Tensor]  # per layer, what a pass writes into: [slots, 2G, D], keys first
     alike: list[Tensor]  # the same memory: of neighbouring layers of one shape, [L, slots, 2G*D]
-    slot_ids_S: Tensor
+    masks: Masks
 
     @property
     def kv_bytes(self) -> int:

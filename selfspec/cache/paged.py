@@ -26,6 +26,7 @@ from torch import Tensor
 from selfspec.cache.blocks import TRASH, BlockPool
 from selfspec.cache.contiguous import KVCache, Pass, neighbours
 from selfspec.cache.interface import Cache
+from selfspec.cache.masks import Masks
 from selfspec.cache.storage import EXTENT_STEP, LayerShape, Paged, Storage, slots_for
 from selfspec.cache.tree_block import TreeBlock
 
@@ -63,7 +64,7 @@ class PagedKVCache:
         self.alike = neighbours(self.storage, self.shapes, num_stored)
         self.table_BN = torch.full((rows, self.num_slots // block_size), TRASH, dtype=torch.int64, device=device)
         self.writable_from_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.slot_ids_S = torch.arange(self.num_slots, device=device)
+        self.masks = Masks(self.num_slots, device)
 
     @property
     def kv_bytes(self) -> int:

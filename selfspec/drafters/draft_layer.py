@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from selfspec.cache import KVCache, LayerShape, Pass
 from selfspec.cache.storage import kv_bytes_per_slot, slots_for
@@ -89,7 +90,8 @@ class PlainRotary:
         table = self._table
         if table is None or len(table[0]) < pass_.cache.num_slots:
             table = self._table = self._make(pass_.cache.num_slots, like)
-        return table[0][pass_.positions_BT], table[1][pass_.positions_BT]
+        cos_SD, sin_SD = table
+        return F.embedding(pass_.positions_BT, cos_SD), F.embedding(pass_.positions_BT, sin_SD)
 
     def _make(self, num_slots: int, like: Tensor) -> tuple[Tensor, Tensor]:
         half = torch.arange(self.head_dim // 2, device=like.device, dtype=torch.float32) / (self.head_dim // 2)

@@ -41,8 +41,7 @@ def broken(top: Tensor) -> Tensor:
 
 def ending_fault(logits_BTV: Tensor, end_B: Tensor, offset_B: Tensor | None = None) -> Tensor:
     """Code [B] for the logits that the round's last token comes from: row `end`, at `offset` (the same for chains)."""
-    index_B1V = end_B[:, None, None].expand(-1, 1, logits_BTV.shape[-1])
-    fault_B = logits_fault(logits_BTV.gather(1, index_B1V)[:, 0].amax(dim=-1))
+    fault_B = logits_fault(logits_BTV.amax(dim=-1).gather(1, end_B[:, None])[:, 0])
     return at_offset(fault_B, end_B if offset_B is None else offset_B)
 
 

@@ -44,6 +44,7 @@ class FusedLayer:
         self.eps: float = layer.input_layernorm.variance_epsilon
         self.norm_q = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
         self.norm_k = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+        self.turns = Turns(num_heads + num_kv_heads, num_kv_heads, head_dim, self.norm_in.weight)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +101,7 @@ class FusedLayer:
         """The residual with what attention adds."""
         rows, width, _ = hidden_BTM.shape
         heads, groups, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        rotary = cache.once("rotary_qkv", lambda: rotary_qkv(*position_embeddings, heads + groups, groups))
+        rotary = cache.once("rotary_qkv", lambda: self.turns(*position_embeddings))
         qkv_BTXD = self.qkv(normed_BTX).view(rows, width, heads + 2 * groups, dim)
         if self.norm_q is not None:
             query, key, value = qkv_BTXD.split([heads, groups, groups], 2)
@@ -168,16 +169,20 @@ def rotate(x_BTXD: Tensor, cos_BTXD: Tensor, signed_sin_BTXD: Tensor) -> Tensor:
     return torch.addcmul(x_BTXD * cos_BTXD, x_BTXD.roll(x_BTXD.shape[-1] // 2, -1), signed_sin_BTXD)
 
 
-def rotary_qkv(cos_BTD: Tensor, sin_BTD: Tensor, num_rotated: int, num_values: int) -> tuple[Tensor, Tensor]:
-    """transformers' cos and sin for queries, keys and values in one tensor: values are turned by nothing.
-
-    `[B, T, X, D]` each, X = num_rotated + num_values heads; the first half of sin is negated, see `rotate`.
+class Turns:
+    """transformers' cos and sin `[B, T, D]` for queries, keys and values in one tensor, as `rotate` wants them:
+    `[B, T, X, D]` each, X = num_rotated + num_values heads. Values are turned by nothing.
     """
-    half = sin_BTD.shape[-1] // 2
-    signed_sin_BTD = torch.cat([-sin_BTD[..., :half], sin_BTD[..., half:]], -1)
-    heads = torch.arange(num_rotated + num_values, device=cos_BTD.device)[:, None]
-    cos_BTXD = torch.where(heads < num_rotated, cos_BTD[:, :, None], 1)
-    return cos_BTXD, torch.where(heads < num_rotated, signed_sin_BTD[:, :, None], 0)
+
+    def __init__(self, num_rotated: int, num_values: int, head_dim: int, like: Tensor) -> None:
+        heads_X1 = torch.arange(num_rotated + num_values, device=like.device)[:, None]
+        self.turned_X1 = heads_X1 < num_rotated
+        sign_D = torch.ones(head_dim, dtype=like.dtype, device=like.device)
+        sign_D[: head_dim // 2] = -1
+        self.sign_XD = self.turned_X1 * sign_D
+
+    def __call__(self, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(self.turned_X1, cos_BTD[:, :, None], 1), sin_BTD[:, :, None] * self.sign_XD
 
 
 def fuse(target: Target, reload: Callable[[], Any] | None = None) -> bool:

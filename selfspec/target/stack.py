@@ -259,7 +259,7 @@ class Target:
 
         def look_up() -> tuple[Tensor, Tensor]:
             cos_SD, sin_SD = self._rotary_table(kind, pass_.cache.num_slots, hidden)
-            return cos_SD[pass_.positions_BT], sin_SD[pass_.positions_BT]
+            return functional.embedding(pass_.positions_BT, cos_SD), functional.embedding(pass_.positions_BT, sin_SD)
 
         return pass_.once(("rotary", id(self), kind), look_up)
 

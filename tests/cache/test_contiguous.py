@@ -44,6 +44,18 @@ def test_the_mask_shows_what_lies_before_and_inside_the_window(window):
         assert seen == list(range(0 if window is None else position - window + 1, position + 1))
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 500])
+def test_every_mask_is_what_its_definition_says_from_the_first_slot_to_the_last(window):
+    cache = KVCache(SHAPES, rows=2, capacity=150, dtype=torch.float32, device="cpu")
+    positions = torch.tensor([[0, 5, 62], [100, -1, cache.num_slots - 1]])
+    for extent in (64, cache.num_slots):
+        mask = cache.open(positions, extent).mask(window, 3, torch.bfloat16)
+        behind = positions.clamp(min=0)[:, :, None] - torch.arange(extent)
+        seen = (behind >= 0) if window is None else (behind >= 0) & (behind < window)
+        assert mask.dtype == torch.bfloat16
+        assert torch.equal(mask, torch.where(seen, 0.0, -torch.inf).bfloat16()[:, None].repeat(1, 1, 3, 1))
+
+
 def test_rows_written_alone_do_not_touch_the_others():
     cache = KVCache(SHAPES, rows=3, capacity=60, dtype=torch.float32, device="cpu")
     pass_ = cache.open(torch.tensor([[0, 1]]), extent=2, rows=slice(1, 2))

@@ -65,9 +65,10 @@ def sample_draft(logits_BV: Tensor, noise: NoiseKey) -> tuple[Tensor, Tensor]:
     A drafter with nothing left (a small draft vocabulary under a strict transform) proposes token 0 for certain, which
     costs an acceptance and nothing else.
     """
-    empty_B1 = logits_BV.amax(dim=-1, keepdim=True) == -torch.inf
-    first_V = torch.arange(logits_BV.shape[-1], device=logits_BV.device) == 0
-    q_BV = probabilities(torch.where(empty_B1 & first_V, 0, logits_BV))
+    empty_B = logits_BV.amax(dim=-1) == -torch.inf
+    logits_BV = logits_BV.clone()
+    logits_BV[:, 0] = torch.where(empty_B, 0, logits_BV[:, 0])
+    q_BV = probabilities(logits_BV)
     u_B1 = uniforms(noise.seed, noise.request_B, noise.position_B, STREAM_DRAFT, 1, first_index=noise.step)
     return draw(q_BV, u_B1[:, 0]), q_BV
 
