@@ -55,7 +55,7 @@ stage small/eagle3 eagle3 "$both" data_shards=10 "train.begin_with=$OUT/both/eag
 stage wider/eagle3 eagle3 "$both" data_shards=22 "train.begin_with=$OUT/small/eagle3" +draft.own_head=false \
     +draft.intermediate_size=1152 train.steps=1400 train.learning_rate=5e-4
 stage eagle3 eagle3 "$all" "train.begin_with=$OUT/wider/eagle3" +draft.own_head=false +draft.intermediate_size=1152 \
-    train.steps=1900 train.learning_rate=5e-4
+    train.steps=1500 train.learning_rate=5e-4
 stage small/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/both/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=1000 train.learning_rate=1.5e-3
 stage smaller/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/small/exit_adapter" \
@@ -65,11 +65,11 @@ stage exit_adapter exit_adapter "$both" data_shards=22 "train.begin_with=$OUT/sm
 stage mtp mtp "$both" data_shards=10 "train.begin_with=$OUT/first/mtp" train.steps=1000 train.learning_rate=1e-3
 stage both/hydra hydra "$both" data_shards=27 "train.begin_with=$OUT/first/hydra" +draft.num_heads=2 train.steps=4000 \
     train.learning_rate=2e-3
-stage hydra hydra "$all" "train.begin_with=$OUT/both/hydra" +draft.num_heads=2 train.steps=2000 train.learning_rate=5e-4
+stage hydra hydra "$all" "train.begin_with=$OUT/both/hydra" +draft.num_heads=2 train.steps=3000 train.learning_rate=7e-4
 stage medusa medusa "$both" data_shards=27 "train.begin_with=$OUT/first/medusa" train.steps=600 train.learning_rate=1.5e-3
 stage both/independent independent "$both" data_shards=27 "train.begin_with=$OUT/first/independent" \
     +draft.hidden_size=256 +draft.intermediate_size=640 train.steps=1200 train.learning_rate=1.5e-3
 stage independent independent "$all" "train.begin_with=$OUT/both/independent" +draft.hidden_size=256 \
-    +draft.intermediate_size=640 train.steps=2000 train.learning_rate=7e-4
+    +draft.intermediate_size=640 train.steps=1700 train.learning_rate=7e-4
 stage layerskip layerskip "data=$text/data" +draft.exit_layer=8 "+draft.exits=[4,6,8,12]" +draft.rotation=2 \
     +draft.lora_rank_below=24 +draft.lora_rank=4 "+draft.validate_exits=[4,6,12]"
