@@ -1,8 +1,8 @@
 """What the queries of a pass may look at, as additive masks.
 
 In a plain sequence, whether position p sees slot s depends on s − p alone: every query's mask is a cut from one line of
-zeros and −inf, and a pass gathers its cuts in one kernel. On a CPU the masks of a draft step would else take a tenth of
-it. Among the nodes of a tree there is no such line: see `TreeBlock`.
+zeros and −inf, and a pass gathers its cuts in one kernel: a draft step on a CPU is so short that launching more shows.
+Among the nodes of a tree there is no such line: see `TreeBlock`.
 
 Cost: 2 S numbers for each kind of window.
 
