@@ -37,13 +37,14 @@ LEARNED, COPIED = 0, 1
 @dataclass
 class Options:
     """learned: the learned draft, a mapping with `kind` and its options. learned_drafted: the most it drafts (None:
-    the lookahead's K); copies may take all of K. max_match, min_match: longest and shortest suffix that is looked up.
+    the lookahead's K); copies may take all of K. max_match, min_match, num_per_match: of the copies, as `ngram` has them.
     """
 
     learned: dict[str, Any] = field(default_factory=dict)
     learned_drafted: int | None = None
     max_match: int = 4
     min_match: int = 2
+    num_per_match: float | None = None
 
 
 class Hybrid:
@@ -60,6 +61,7 @@ class Hybrid:
         learned_drafted: int | None = None,
         max_match: int = 4,
         min_match: int = 2,
+        num_per_match: float | None = None,
     ) -> None:
         if not isinstance(learned, ReadsFeatures | EarlyExit) or isinstance(learned, Clasp):
             raise UserError(
@@ -72,7 +74,7 @@ class Hybrid:
             raise UserError(f"learned_drafted={learned_drafted} is not possible: allowed is 1 or more, or null.")
         self.target, self.learned = target, learned
         self.learned_drafted = min(most) if most else None
-        self.ngram = NGram(max_match, min_match)
+        self.ngram = NGram(max_match, min_match, num_per_match)
         self.feature_layers = learned.feature_layers if isinstance(learned, ReadsFeatures) else ()
 
     def draft_bytes(self, num_rows: int, capacity: int) -> tuple[int, int]:
@@ -132,4 +134,5 @@ def build(target: Target, options: Options) -> Hybrid:
     learned = dict(options.learned)
     if not learned:
         raise UserError("The drafter 'hybrid' needs `learned`: a mapping with `kind` and the options of that draft.")
-    return Hybrid(target, build_drafter(learned, target), options.learned_drafted, options.max_match, options.min_match)
+    copies = options.max_match, options.min_match, options.num_per_match
+    return Hybrid(target, build_drafter(learned, target), options.learned_drafted, *copies)

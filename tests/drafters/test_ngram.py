@@ -16,31 +16,34 @@ from tiny_models import tiny_llama
 TARGET = wrap_target(tiny_llama())
 
 
-def reference(tokens, num_drafted, max_match, min_match):
+def reference(tokens, num_drafted, max_match, min_match, num_per_match=None):
     """The definition, as a loop."""
     for length in range(min(max_match, len(tokens) - 1), min_match - 1, -1):
         suffix = tokens[-length:]
         for start in range(len(tokens) - length - 1, -1, -1):
             if tokens[start : start + length] == suffix:
-                return tokens[start + length :][:num_drafted]
+                most = num_drafted if num_per_match is None else min(num_drafted, int(num_per_match * length))
+                return tokens[start + length :][:most]
     return []
 
 
-@pytest.mark.parametrize("max_match, min_match", [(1, 1), (3, 1), (3, 2), (4, 4)])
-@pytest.mark.parametrize("num_drafted", [1, 4])
-def test_drafts_are_those_of_the_definition(num_drafted, max_match, min_match):
-    drafter = build_drafter("ngram", TARGET, max_match=max_match, min_match=min_match)
+@pytest.mark.parametrize("max_match, min_match", [(1, 1), (3, 1), (3, 2), (4, 4), (50, 2)])
+@pytest.mark.parametrize("num_drafted", [1, 4, 9])
+@pytest.mark.parametrize("num_per_match", [None, 1, 1.5, 2])
+def test_drafts_are_those_of_the_definition(num_drafted, max_match, min_match, num_per_match):
+    options = dict(max_match=max_match, min_match=min_match, num_per_match=num_per_match)
+    drafter = build_drafter("ngram", TARGET, **options)
     rng = random.Random(0)
     found = 0
     for _ in range(60):
-        contents = [[rng.randrange(5) for _ in range(rng.randrange(1, 40))] for _ in range(3)]
+        contents = [[rng.randrange(4) for _ in range(rng.randrange(1, 40))] for _ in range(3)]
         rows = Rows(TARGET, 3, 64)
         for row, tokens in enumerate(contents):
             rows.place(row, tokens, 8, row)
         draft = drafter.propose(rows, Drafting(rows, Plan(num_drafted), None))
         for row, tokens in enumerate(contents):
             count = int(draft.num_drafted_B[row])
-            expected = reference(tokens, num_drafted, max_match, min_match)
+            expected = reference(tokens, num_drafted, **options)
             assert draft.tokens_BK[row, :count].tolist() == expected
             found += bool(expected)
     assert found > 5
@@ -57,6 +60,9 @@ def test_impossible_match_lengths_are_refused():
     for options in ({"max_match": 0}, {"max_match": 2, "min_match": 3}, {"min_match": 0}):
         with pytest.raises(UserError, match="1 <= min_match <= max_match"):
             build_drafter("ngram", TARGET, **options)
+    for number in (0, 0.5, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="num_per_match=.* is not possible"):
+            build_drafter("ngram", TARGET, num_per_match=number)
 
 
 def test_the_buffer_behind_the_committed_tokens_is_never_copied_from():
