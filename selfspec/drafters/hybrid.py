@@ -37,7 +37,7 @@ LEARNED, COPIED = 0, 1
 @dataclass
 class Options:
     """learned: the learned draft, a mapping with `kind` and its options. learned_drafted: the most it drafts (None:
-    the lookahead's K); copies may take all of K. max_match, min_match, num_per_match: of the copies, as `ngram` has them.
+    the lookahead's K); copies may take all of K. max_match, min_match, num_per_match: of the copies, as in `ngram`.
     """
 
     learned: dict[str, Any] = field(default_factory=dict)

@@ -239,6 +239,17 @@ def test_faults_are_reported_at_the_level_where_the_walk_meets_them() -> None:
         assert verdict.error_B[~met].eq(0).all()
 
 
+@pytest.mark.parametrize("rule", [GreedyTree(), CoupledTree()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_the_walk_ends_at_bad_logits_though_a_child_holds_what_they_choose(rule, bad: float) -> None:
+    tree, logits_BNV = full_tree(1, 3, drawn=False)
+    logits_BNV[0, 0, tree.tokens_BN[0, 1]] = bad
+    zero_B = torch.zeros(1, dtype=torch.int64)
+    verdict = rule.accept(tree, logits_BNV, NoiseKey(0, zero_B, zero_B))
+    kind = faults.INFINITE_LOGITS if bad == float("inf") else faults.NAN_LOGITS
+    assert (verdict.num_accepted_B.item(), verdict.error_B.item()) == (0, kind)
+
+
 def test_impossible_children_and_bad_q_are_reported() -> None:
     tree, logits_BNV = full_tree(4, seed=7, drawn=True)
     assert tree.q_BNV is not None

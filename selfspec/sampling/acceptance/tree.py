@@ -11,7 +11,8 @@ Two ways of drafting children, two ways of judging them, both exact:
 
 A tree has N nodes, node 0 the root (the pending token); children come in the order drawn. Whether a node is expanded
 may depend on its path and the q's; a child once drawn must not be withdrawn for what it turned out to be.
-Cost: per level one softmax and one draw over [B, V]; without replacement also ~6 passes over [B, V] per child.
+Cost: at temperature 0 one argmax over [B, N, V]; else per level one softmax and one draw over [B, V]; without
+replacement also ~6 passes over [B, V] per child.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from selfspec.sampling import faults
 from selfspec.sampling.acceptance.rejection import accepted
 from selfspec.sampling.acceptance.verdict import at
+from selfspec.sampling.argmax import first_argmax
 from selfspec.sampling.distribution import draw, probabilities
 
 
@@ -65,33 +67,52 @@ class TreeVerdict:
     path_BD: Tensor
 
 
-def follow(tree: Tree, logits_BNV: Tensor, choose: Callable[[Tensor, int], Tensor]) -> TreeVerdict:
-    """Walk along the target's own choices: `choose(logits [B, V], level) -> token [B]` at each node on the way."""
+# (node [B], level) -> the token that the target chooses at that node, and its largest logit there, [B] each
+OwnChoice = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def follow(tree: Tree, choose: OwnChoice) -> TreeVerdict:
+    """Walk along the target's own choices, asked for at each node on the way."""
     node_B = torch.zeros_like(tree.tokens_BN[:, 0])
     alive_B = torch.ones_like(node_B, dtype=torch.bool)
     path: list[Tensor] = []
-    logits_BV = at(logits_BNV, node_B)
-    next_token_B = choose(logits_BV, 0)
+    next_token_B, top_B = choose(node_B, 0)
     for level in range(tree.depth):
         children_BC = at(tree.children_BNC, node_B)
         match_BC = (tree.tokens_BN.gather(1, children_BC) == next_token_B[:, None]) & (children_BC > 0)
-        bad_B = faults.logits_fault(logits_BV.amax(dim=-1)) != faults.OK
-        alive_B = alive_B & match_BC.any(dim=-1) & ~bad_B
+        alive_B = alive_B & match_BC.any(dim=-1) & torch.isfinite(top_B)
         first_B1 = match_BC.to(torch.int8).argmax(dim=-1, keepdim=True)
         node_B = torch.where(alive_B, children_BC.gather(1, first_B1)[:, 0], node_B)
         path.append(torch.where(alive_B, node_B, 0))
-        logits_BV = at(logits_BNV, node_B)
-        next_token_B = torch.where(alive_B, choose(logits_BV, level + 1), next_token_B)
+        token_B, top_B = choose(node_B, level + 1)
+        next_token_B = torch.where(alive_B, token_B, next_token_B)
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
-    error_B = faults.at_offset(faults.logits_fault(logits_BV.amax(dim=-1)), num_accepted_B)
+    error_B = faults.at_offset(faults.logits_fault(top_B), num_accepted_B)
     error_B = faults.earliest(error_B, broken_end(tree, node_B, num_accepted_B))
     return TreeVerdict(num_accepted_B, next_token_B, error_B, path_BD)
 
 
+def follow_drawn(tree: Tree, logits_BNV: Tensor, draw_at: Callable[[Tensor, int], Tensor]) -> TreeVerdict:
+    """`follow` where a choice depends on the level, too: `draw_at(logits [B, V], level) -> token [B]`."""
+
+    def choose(node_B: Tensor, level: int) -> tuple[Tensor, Tensor]:
+        logits_BV = at(logits_BNV, node_B)
+        return draw_at(logits_BV, level), logits_BV.amax(dim=-1)
+
+    return follow(tree, choose)
+
+
+def follow_best(tree: Tree, logits_BNV: Tensor) -> TreeVerdict:
+    """`follow` at temperature 0: the choices of all nodes are made at once."""
+    chosen_BN = first_argmax(logits_BNV)
+    top_BN = logits_BNV.gather(-1, chosen_BN[..., None])[..., 0]  # NaN counts as the largest
+    return follow(tree, lambda node_B, level: (at(chosen_BN, node_B), at(top_BN, node_B)))
+
+
 def accept_certain(tree: Tree, logits_BNV: Tensor, u_BD1: Tensor) -> TreeVerdict:
     """Certain children; u_BD1[:, level] is the uniform of each level, depth + 1 of them."""
-    return follow(tree, logits_BNV, lambda logits_BV, level: draw(probabilities(logits_BV), u_BD1[:, level]))
+    return follow_drawn(tree, logits_BNV, lambda logits_BV, level: draw(probabilities(logits_BV), u_BD1[:, level]))
 
 
 def accept_without_replacement(
@@ -121,7 +142,8 @@ def accept_without_replacement(
             stands_B = tested_B & accepted(p_x_B, q_x_B, u_accept_BDC[:, level, c])
             rejected_B1 = (tested_B & ~stands_B)[:, None]
             p_BV = torch.where(rejected_B1, residual(p_BV, q_BV), p_BV)
-            q_BV = torch.where(rejected_B1, without(q_BV, x_B1), q_BV)
+            if c + 1 < children_BC.shape[1]:  # there is another child to test
+                q_BV = torch.where(rejected_B1, without(q_BV, x_B1), q_BV)
             found_B, next_B = found_B | stands_B, torch.where(stands_B, child_B, next_B)
         error_B = faults.earliest(error_B, faults.at_offset(fault_B, torch.full_like(fault_B, level)))
         weights_BV = torch.where(alive_B[:, None], p_BV, weights_BV)

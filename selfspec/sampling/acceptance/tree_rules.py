@@ -21,7 +21,8 @@ from selfspec.sampling.acceptance.tree import (
     accept_certain,
     accept_without_replacement,
     draw_without_replacement,
-    follow,
+    follow_best,
+    follow_drawn,
 )
 from selfspec.sampling.acceptance.verdict import Rule
 from selfspec.sampling.argmax import best_few, first_argmax
@@ -73,7 +74,7 @@ class GreedyTree:
         return _ranked(logits_BnV, num_children)
 
     def accept(self, tree: Tree, logits_BNV: Tensor, noise: NoiseKey) -> TreeVerdict:
-        return follow(tree, logits_BNV, lambda logits_BV, level: first_argmax(logits_BV))
+        return follow_best(tree, logits_BNV)
 
 
 class CoupledTree:
@@ -98,7 +99,7 @@ class CoupledTree:
         def own_draw(logits_BV: Tensor, level: int) -> Tensor:
             return first_argmax(_with_gumbel(logits_BV[:, None], noise, level)[:, 0])
 
-        return follow(tree, logits_BNV, own_draw)
+        return follow_drawn(tree, logits_BNV, own_draw)
 
 
 class RejectionTree:
