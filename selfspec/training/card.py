@@ -83,6 +83,7 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             f"| greedy τ, lookahead {held_out['lookahead']} (bonus token included) | {held_out['greedy_tau']:.3f} |",
             "| greedy acceptance by draft position, given that the earlier ones were accepted "
             f"| {_by_position(held_out['greedy_acceptance_by_position'])} |",
+            *_on_training_text(facts),
             "",
             "Learning curve (part of the held-out text; the last line is the weights that were kept, on all of it):",
             "",
@@ -103,6 +104,17 @@ def _begun(facts: dict[str, Any]) -> list[str]:
         "",
         f"Begun with an earlier draft (`{facts['train']['begin_with']}`, weights' sha256 "
         f"`{facts['begun_with']}`): what that one was trained on counts, too.",
+    ]
+
+
+def _on_training_text(facts: dict[str, Any]) -> list[str]:
+    """Cards made before it was measured lack it."""
+    if (seen := facts.get("on_training_text")) is None:
+        return []
+    return [
+        "",
+        f"On {seen['answer_tokens']:,} answer tokens that it was trained on: α {seen['alpha']:.3f}, greedy τ "
+        f"{seen['greedy_tau']:.3f}. What that is above held-out text was learned by heart; more text would help.",
     ]
 
 

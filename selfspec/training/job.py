@@ -95,16 +95,19 @@ def train_draft(
     all_held_out = batches_of(dataset.held_out)
     some_held_out = batches_of(_some(dataset.held_out, config.validate_tokens, config.seed))
 
-    def validate(everything: bool) -> dict[str, Any]:
-        batches = all_held_out if everything else some_held_out
+    def summary_on(batches: Batches) -> dict[str, Any]:
         greedy = {i for i, sample in enumerate(batches.samples) if sample.temperature == 0}
         with torch.autocast(target.device.type, torch.bfloat16, enabled=bool(config.autocast)):
             return trainee.validate(batches.once(), greedy).summary()
+
+    def validate(everything: bool) -> dict[str, Any]:
+        return summary_on(all_held_out if everything else some_held_out)
 
     summary = train(trainee, train_batches, validate, config, folder, run_key, report, processes)
     if processes.first:
         _save(trainee, folder)
         facts = {**what, "train": asdict(config), "run_key": run_key, "processes": processes.count}
+        facts["on_training_text"] = summary_on(batches_of(_some(dataset.train, config.validate_tokens, config.seed)))
         facts |= {"target_dtype": str(target.dtype).removeprefix("torch."), "dtype_choices": choices_made()}
         notes = trainee.describe(summary) if isinstance(trainee, Described) else []
         write_card(folder, trainee.module, facts, dataset, summary, command, notes)
