@@ -93,6 +93,12 @@ class KVCache:
         slots_BT = self.slots_of(positions_BT if tree is None else tree.slots_BT, rows)
         return Pass(self, positions_BT.clamp(min=0), slots_BT.reshape(-1), extent, rows, layer_offset, tree)
 
+    def reorder(self, rows_B: Tensor, extent: int) -> None:
+        """Row b gets what row `rows_B[b]` held in slots `[0, extent)`; `rows_B` is a permutation. A copy per layer."""
+        for layer in self.layers:
+            by_row = layer.unflatten(0, (self.num_rows, self.num_slots))[:, :extent]
+            by_row.copy_(by_row[rows_B])
+
     def fits(self, token_ids: Sequence[int], num_tokens: int) -> bool:
         return num_tokens <= self.capacity
 

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from selfspec.errors import UserError
 from selfspec.target import Target, wrap_target
+from selfspec.training import generation
 from selfspec.training.data import DataConfig, load_dataset, read_shard, shard_paths
 from selfspec.training.generation import Finished, Request, Spent, generate_stream, pick
 from selfspec.training.making import make_data
@@ -50,6 +51,35 @@ def test_rows_of_a_stream_write_what_generate_writes(chat_target: Target):
     for i, ids in enumerate(prompts):
         whole = chat_target.hf_model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
         assert got[i] == whole[0, len(ids) :].tolist()
+
+
+def test_rows_that_change_places_write_what_they_write_alone_and_read_less(
+    chat_target: Target, monkeypatch: pytest.MonkeyPatch
+):
+    lengths = [(11 * i) % 190 + 1 for i in range(24)]
+    requests = [
+        Request(i, [60 + (i + j) % 150 for j in range(n)], 5 + i % 30, temperature=0.8 * (i % 2), min_p=0.02)
+        for i, n in enumerate(lengths)
+    ]
+
+    def written(rows: int) -> tuple[dict[int, list[int]], float]:
+        waiting, got, spent = list(requests), dict[int, list[int]](), Spent()
+
+        def next_request(finished: Finished | None) -> Request | None:
+            if finished:
+                got[finished.request.index] = finished.new_ids
+            return waiting.pop(0) if waiting else None
+
+        generate_stream(chat_target, next_request, rows=rows, capacity=250, seed=3, eos_ids=[257], spent=spent)
+        return got, spent.slots_read / spent.slots_held
+
+    alone, _ = written(1)
+    at_once, read_at_once = written(7)
+    monkeypatch.setattr(generation, "BESIDE", 2)
+    monkeypatch.setattr(generation, "SORT_EVERY", 3)
+    beside, read_beside = written(7)
+    assert alone == at_once == beside and set(alone) == set(range(24))
+    assert read_beside < 0.8 * read_at_once
 
 
 @pytest.mark.parametrize("vocab", [40, 256, 1000])
