@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from selfspec.drafters.base import Draft, Drafter, ReadsFeatures, Seen
 from selfspec.drafters.clasp import Clasp
 from selfspec.drafters.early_exit import EarlyExit
-from selfspec.drafters.ngram import NGram
+from selfspec.drafters.ngram import NGram, copied_lengths
 from selfspec.errors import UserError
 from selfspec.target import Target
 
@@ -92,9 +92,9 @@ class Hybrid:
         self.learned.prefill(rows, seen)
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        copied = self.ngram.propose(rows, drafting)
+        copied = self.ngram.copy(rows, drafting.plan.num_drafted)
         if drafting.may_look:
-            longest, fewest = self._copied_lengths(rows, copied)
+            longest, fewest = copied_lengths(rows, copied)
             if fewest > 0 or drafting.plan.num_drafted == 0:
                 tokens_BK = copied.tokens_BK[:, :longest]
                 return Draft(tokens_BK, copied.num_drafted_B, source_B=torch.ones_like(copied.num_drafted_B))
@@ -102,12 +102,6 @@ class Hybrid:
                 return self.learned.propose(rows, drafting.at_most(self.learned_drafted))
         learned = self.learned.propose(rows, drafting.at_most(self.learned_drafted))
         return choose(rows, copied, learned)
-
-    def _copied_lengths(self, rows: Rows, copied: Draft) -> tuple[int, int]:
-        """The longest and the shortest copy among rows that take part; both 0 without one. Reads the host once."""
-        found, active = torch.stack([copied.num_drafted_B, rows.active_B.long()]).tolist()
-        lengths = [length for length, takes_part in zip(found, active, strict=True) if takes_part]
-        return max(lengths, default=0), min(lengths, default=0)
 
 
 def choose(rows: Rows, copied: Draft, learned: Draft) -> Draft:

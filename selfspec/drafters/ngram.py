@@ -5,6 +5,8 @@ recent one (Saxena 2023; transformers takes the leftmost). The longer the match,
 `num_per_match` a copy is at most so many times as long as its match (SuffixDecoding, Oliaro et al. 2024, arXiv
 2411.04975). No model, q is one-hot. All on the device with fixed shapes: every slot's last `max_match` tokens are
 compared with the row's. Worth it where output repeats input: summaries, code edits, question answering.
+
+On the CPU one look at the match cuts the draft to what was copied: a round without a match verifies one token, not K+1.
 """
 
 from __future__ import annotations
@@ -56,7 +58,15 @@ class NGram:
         pass
 
     def propose(self, rows: Rows, drafting: Drafting) -> Draft:
-        tokens_BS, num_drafted = rows.tokens_BS, drafting.plan.num_drafted
+        copied = self.copy(rows, drafting.plan.num_drafted)
+        if not drafting.may_look:
+            return copied
+        longest, _ = copied_lengths(rows, copied)
+        return Draft(copied.tokens_BK[:, :longest], copied.num_drafted_B)
+
+    def copy(self, rows: Rows, num_drafted: int) -> Draft:
+        """Up to `num_drafted` tokens per row, none where there is no match."""
+        tokens_BS = rows.tokens_BS
         num_slots, longest = tokens_BS.shape[1], self.max_match
         last_B1 = rows.lengths_B[:, None]  # index of the pending token
         slots_S = torch.arange(num_slots, device=rows.device)
@@ -76,6 +86,13 @@ class NGram:
         drafted_BK = tokens_BS.gather(1, copied_BK.clamp(max=num_slots - 1))
         rows.propose(0, drafted_BK)
         return Draft(drafted_BK, torch.where(rows.active_B, num_drafted_B, 0))
+
+
+def copied_lengths(rows: Rows, copied: Draft) -> tuple[int, int]:
+    """The longest and the shortest copy among rows that take part; both 0 without one. Reads the host once."""
+    found, active = torch.stack([copied.num_drafted_B, rows.active_B.long()]).tolist()
+    lengths = [length for length, takes_part in zip(found, active, strict=True) if takes_part]
+    return max(lengths, default=0), min(lengths, default=0)
 
 
 def build(target: Target, options: Options) -> NGram:

@@ -56,6 +56,18 @@ def test_idle_rows_draft_nothing():
     assert draft.num_drafted_B.tolist() == [2, 0]  # 5 6 5 matches at 0, and 6 5 follow it
 
 
+@torch.inference_mode()
+def test_what_was_not_copied_is_not_verified_where_the_host_may_look():
+    drafter = build_drafter("ngram", TARGET, num_per_match=1)
+    rows = Rows(TARGET, 3, 64)
+    for row, ids in enumerate(([5, 6, 7, 5, 6], [1, 2, 3, 4], [8, 9, 8])):
+        rows.place(row, ids, 8, row)
+    rows.pause(0)
+    for may_look, width in ((False, 6), (True, 1)):  # row 2 copies one token; row 0, which would two, is idle
+        draft = drafter.propose(rows, Drafting(rows, Plan(6), None, may_look=may_look))
+        assert draft.tokens_BK.shape == (3, width) and draft.num_drafted_B.tolist() == [0, 0, 1]
+
+
 def test_impossible_match_lengths_are_refused():
     for options in ({"max_match": 0}, {"max_match": 2, "min_match": 3}, {"min_match": 0}):
         with pytest.raises(UserError, match="1 <= min_match <= max_match"):
