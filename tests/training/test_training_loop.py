@@ -170,7 +170,7 @@ def test_training_stops_when_checks_get_no_better_and_keeps_the_best_weights(
         real(folder, named, step)
 
     monkeypatch.setattr(trainer_module, "write_best", remembers)
-    checks_that_say([1.7, 1.2, 1.5, 1.4, 1.5, 9.9], monkeypatch)
+    checks_that_say([1.7, 1.2, 1.5, 1.4, 1.5, 9.9, 8.8], monkeypatch)  # the last two: all held-out text, training text
     config = replace(CONFIG, validate_every=2, patience=2)
     summary = train_draft(chat_target, "independent", DRAFT, config, data, tmp_path / "o", "c", quiet)
     assert summary["stopped_early"] and summary["kept_step"] == 4 and sorted(kept) == [2, 4]
@@ -200,7 +200,9 @@ def test_patience_is_counted_across_a_kill(
     checks_that_say([1.0, 1.5, 1.4, 1.3], monkeypatch)
     with pytest.raises(Killed):
         train_draft(*args, dies)
-    checks_that_say([1.2, 2.0], monkeypatch)  # the third one without a better, at step 8; then all of the text
+    checks_that_say(
+        [1.2, 2.0, 2.1], monkeypatch
+    )  # step 8, the third without a better; all of the text; training text
     assert train_draft(*args, quiet)["kept_step"] == 2
 
 
