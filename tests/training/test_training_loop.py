@@ -200,9 +200,7 @@ def test_patience_is_counted_across_a_kill(
     checks_that_say([1.0, 1.5, 1.4, 1.3], monkeypatch)
     with pytest.raises(Killed):
         train_draft(*args, dies)
-    checks_that_say(
-        [1.2, 2.0, 2.1], monkeypatch
-    )  # step 8, the third without a better; all of the text; training text
+    checks_that_say([1.2, 2.0, 2.1], monkeypatch)  # step 8, the third without a better; all of the text; training text
     assert train_draft(*args, quiet)["kept_step"] == 2
 
 
