@@ -135,8 +135,7 @@ class TreeDrafting:
         children_BNC = torch.where(exist_BN[:, tables.children_NC], tables.children_NC, 0)
         q_BNV = log_q_BN = None
         if self._q:
-            q_BNV = self._q[0].new_zeros(rows.num_rows, shape.num_nodes, self._q[0].shape[-1])
-            q_BNV[:, tables.inner] = torch.cat(self._q, 1)
+            q_BNV = torch.cat(self._q, 1).index_select(1, tables.drawn_from_N)
             self._q.clear()  # it would be in memory twice
         if self._log_q:
             log_q_BN = torch.cat([torch.zeros_like(self._log_q[0][:, :1]), *self._log_q], 1)
@@ -152,8 +151,8 @@ class Tables:
     def __init__(self, shape: TreeShape, device: torch.device) -> None:
         num = shape.num_nodes
         self.most_children = most = max(len(one) for one in shape.children)
-        self.inner = [node for node in range(num) if shape.children[node]]
-        places = {node: place for place, node in enumerate(self.inner)}
+        places = {node: place for place, node in enumerate(node for node in range(num) if shape.children[node])}
+        self.drawn_from_N = torch.tensor([places.get(node, 0) for node in range(num)], device=device)  # a leaf's: any
         # the place of each node among those with children, a leaf's behind them all
         self.expanded_N = torch.tensor([places.get(node, len(places)) for node in range(num)], device=device)
         self.parents_N = torch.tensor([0, *shape.parents], device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from selfspec.sampling import NoiseKey, Sampling, faults
 from selfspec.sampling.acceptance import tree as tree_module
-from selfspec.sampling.acceptance.tree import Tree, accept_certain, accept_without_replacement, residual, without
+from selfspec.sampling.acceptance.tree import Tree, accept_certain, accept_without_replacement, take_out
 from selfspec.sampling.acceptance.tree_rules import CoupledTree, GreedyTree, RejectionTree, build_tree_rule
 from selfspec.sampling.exact_device import distinct, replay_tree
 from selfspec.sampling.exact_rules import play_tree_follow, play_tree_without_replacement
@@ -60,7 +60,7 @@ def test_device_code_replays_every_branch_of_the_exact_rule(play, drawn: bool) -
 
 def test_replay_notices_a_q_that_is_not_renormalised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the usual mistake of drawing without replacement."""
-    monkeypatch.setattr(tree_module, "without", lambda q_BV, x_B1: q_BV.scatter(1, x_B1, 0.0))
+    monkeypatch.setattr(tree_module, "take_out", lambda q_BV, x_B1: take_out(q_BV, x_B1) * 0 + 1)
     assert replay_tree("control", GAMES[0], play_tree_without_replacement, True).mismatches
 
 
@@ -220,11 +220,17 @@ def test_neighbouring_nodes_draw_their_children_independently() -> None:
     assert stats.chi2_contingency(table).pvalue < ALPHA, "negative control: as many numbers as the node has children"
 
 
-def test_removing_tokens_renormalises_and_survives_running_empty() -> None:
-    q = torch.tensor([[0.5, 0.25, 0.25]])
-    assert without(q, torch.tensor([[0]])).tolist() == [[0.0, 0.5, 0.5]]
-    assert without(torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[1]])).tolist() == [[0.0, 0.0, 0.0]]
-    assert residual(q, q).tolist() == q.tolist()
+def test_where_nothing_of_p_is_left_the_token_is_drawn_from_p() -> None:
+    """p = q, and a number that rounding may give: u q(x) = p(x), which does not stand."""
+    logits, q = torch.zeros(1, 3, 4), torch.full((1, 3, 4), 0.25)
+    logits[0, 0, 3], q[0, 0, 3] = -torch.inf, 0.0
+    logits[0, 0, 2], q[0, 0, 2] = -torch.inf, 0.0
+    q[0, 0, :2] = 0.5
+    tree = Tree(torch.tensor([[0, 1, 0]]), torch.tensor([[[1, 2], [0, 0], [0, 0]]]), 1, q)
+    for u, token in [(0.3, 0), (0.7, 1)]:
+        one = torch.ones(1, 1, 2, dtype=torch.float64)
+        verdict = accept_without_replacement(tree, logits, one, torch.tensor([u], dtype=torch.float64))
+        assert (verdict.num_accepted_B.item(), verdict.next_token_B.item(), verdict.error_B.item()) == (0, token, 0)
 
 
 def test_faults_are_reported_at_the_level_where_the_walk_meets_them() -> None:

@@ -37,7 +37,7 @@ def test_samples_follow_p(shape, drafter, case):
 
 def test_forgetting_what_was_rejected_is_seen(monkeypatch):
     """Negative control: after a rejection the next sibling is tested against p as it was."""
-    monkeypatch.setattr(tree, "residual", lambda p_BV, q_BV: p_BV)
+    monkeypatch.setattr(tree, "take_away", lambda p_BV, q_BV, scale_B1: p_BV.sum(-1, keepdim=True))
     tokens, _ = sample("early_exit", "top_p", 2048, acceptance="rejection", lookahead={"kind": "tree", "branches": [3]})
     assert sequence_p_value(tokens, exact_p("early_exit", "top_p")) < FALSE_ALARM
 

@@ -12,7 +12,7 @@ Two ways of drafting children, two ways of judging them, both exact:
 A tree has N nodes, node 0 the root (the pending token); children come in the order drawn. Whether a node is expanded
 may depend on its path and the q's; a child once drawn must not be withdrawn for what it turned out to be.
 Cost: at temperature 0 one argmax over [B, N, V]; else per level one softmax and one draw over [B, V]; without
-replacement also ~6 passes over [B, V] per child.
+replacement also ~4 passes over [B, V] per child.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from selfspec.sampling.distribution import draw, probabilities
 
 @dataclass(frozen=True)
 class Tree:
-    """tokens [B, N]; children [B, N, C] node numbers in the order drawn, 0 = none; q [B, N, V] of each node's children,
-    or None when they are certain; depth = levels below the root. log_q [B, N]: how likely the draft found each node
-    below its parent, for records; None where that was not computed. broken [B, N]: nodes without children because the
-    draft's logits there were none (`faults.broken`); None: no such node."""
+    """tokens [B, N]; children [B, N, C] node numbers in the order drawn, 0 = none; q [B, N, V] of each node's children
+    (a leaf's may be anything), or None when they are certain; depth = levels below the root. log_q [B, N]: how likely
+    the draft found each node below its parent, for records; None where that was not computed. broken [B, N]: nodes
+    without children because the draft's logits there were none (`faults.broken`); None: no such node."""
 
     tokens_BN: Tensor
     children_BNC: Tensor
@@ -118,43 +118,47 @@ def accept_certain(tree: Tree, logits_BNV: Tensor, u_BD1: Tensor) -> TreeVerdict
 def accept_without_replacement(
     tree: Tree, logits_BNV: Tensor, u_accept_BDC: Tensor, u_residual_B: Tensor
 ) -> TreeVerdict:
-    """Children drawn without replacement from tree.q_BNV, in the order of tree.children_BNC."""
+    """Children drawn without replacement from tree.q_BNV, in the order of tree.children_BNC.
+
+    p' and q' stay weights, each with its sum beside it: to normalise them would be two more passes per child.
+    """
     assert tree.q_BNV is not None, "children drawn without replacement come with their q"
     node_B = torch.zeros_like(tree.tokens_BN[:, 0])
     alive_B = torch.ones_like(node_B, dtype=torch.bool)
-    weights_BV = probabilities(at(logits_BNV, node_B))
+    p_BV = probabilities(at(logits_BNV, node_B))  # of the node where a row's walk is, or ended
     error_B = torch.zeros_like(node_B)
     path: list[Tensor] = []
     for level in range(tree.depth):
-        p_BV, q_BV = probabilities(at(logits_BNV, node_B)), at(tree.q_BNV, node_B)
-        children_BC = at(tree.children_BNC, node_B)
+        q_BV, children_BC = at(tree.q_BNV, node_B), at(tree.children_BNC, node_B)  # copies
+        p_sum_B1, q_sum_B1 = p_BV.sum(-1, keepdim=True), q_BV.sum(-1, keepdim=True)
         has_child_B = alive_B & (children_BC[:, 0] > 0)
-        sums_to_one_B = ((q_BV.sum(dim=-1) - 1).abs() <= faults.Q_SUM_TOLERANCE) & (q_BV.amin(dim=-1) >= 0)
-        fault_B = torch.where(has_child_B & ~sums_to_one_B, faults.BAD_DRAFT_DISTRIBUTION, faults.OK)
+        is_distribution_B = ((q_sum_B1[:, 0] - 1).abs() <= faults.Q_SUM_TOLERANCE) & (q_BV.amin(dim=-1) >= 0)
+        fault_B = torch.where(has_child_B & ~is_distribution_B, faults.BAD_DRAFT_DISTRIBUTION, faults.OK)
         found_B, next_B = torch.zeros_like(alive_B), node_B
         for c in range(children_BC.shape[1]):
             child_B = children_BC[:, c]
             x_B1 = tree.tokens_BN.gather(1, child_B[:, None]).clamp(0, p_BV.shape[-1] - 1)
             tested_B = alive_B & ~found_B & (child_B > 0)
-            p_x_B, q_x_B = p_BV.gather(1, x_B1)[:, 0], q_BV.gather(1, x_B1)[:, 0]
-            impossible_B = tested_B & ~(q_x_B > 0) & (fault_B == faults.OK)
+            p_x_B1, q_x_B1 = p_BV.gather(1, x_B1) / p_sum_B1, q_BV.gather(1, x_B1) / q_sum_B1
+            impossible_B = tested_B & ~(q_x_B1[:, 0] > 0) & (fault_B == faults.OK)
             fault_B = torch.where(impossible_B, faults.IMPOSSIBLE_DRAFT, fault_B)
-            stands_B = tested_B & accepted(p_x_B, q_x_B, u_accept_BDC[:, level, c])
+            stands_B = tested_B & accepted(p_x_B1, q_x_B1, u_accept_BDC[:, level, c, None])[:, 0]
             rejected_B1 = (tested_B & ~stands_B)[:, None]
-            p_BV = torch.where(rejected_B1, residual(p_BV, q_BV), p_BV)
+            p_sum_B1 = take_away(p_BV, q_BV, torch.where(rejected_B1, p_sum_B1 / q_sum_B1, 0))
             if c + 1 < children_BC.shape[1]:  # there is another child to test
-                q_BV = torch.where(rejected_B1, without(q_BV, x_B1), q_BV)
+                q_sum_B1 = take_out(q_BV, x_B1)
             found_B, next_B = found_B | stands_B, torch.where(stands_B, child_B, next_B)
         error_B = faults.earliest(error_B, faults.at_offset(fault_B, torch.full_like(fault_B, level)))
-        weights_BV = torch.where(alive_B[:, None], p_BV, weights_BV)
-        alive_B, node_B = found_B, next_B
+        # a row that goes on is at its next node; one whose p' is empty, as p = q up to rounding, draws from p
+        fresh_B, node_B = found_B | (alive_B & ~(p_sum_B1[:, 0] > 0)), next_B
+        p_BV = torch.where(fresh_B[:, None], probabilities(at(logits_BNV, node_B)), p_BV)
+        alive_B = found_B
         path.append(torch.where(alive_B, node_B, 0))
-    weights_BV = torch.where(alive_B[:, None], probabilities(at(logits_BNV, node_B)), weights_BV)
     path_BD = torch.stack(path, dim=1) if path else tree.tokens_BN[:, :0]
     num_accepted_B = (path_BD > 0).sum(dim=1)
     error_B = faults.earliest(faults.ending_fault(logits_BNV, node_B, num_accepted_B), error_B)
     error_B = faults.earliest(error_B, broken_end(tree, node_B, num_accepted_B))
-    return TreeVerdict(num_accepted_B, draw(weights_BV, u_residual_B), error_B, path_BD)
+    return TreeVerdict(num_accepted_B, draw(p_BV, u_residual_B), error_B, path_BD)
 
 
 def broken_end(tree: Tree, end_B: Tensor, offset_B: Tensor) -> Tensor:
@@ -164,26 +168,22 @@ def broken_end(tree: Tree, end_B: Tensor, offset_B: Tensor) -> Tensor:
     return faults.at_offset(torch.where(at(tree.broken_BN, end_B), faults.BROKEN_DRAFT, faults.OK), offset_B)
 
 
-def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """norm(max(p - q, 0)), or p where that is empty."""
-    difference_BV = (p_BV - q_BV).clamp_min(0)
-    mass_B1 = difference_BV.sum(dim=-1, keepdim=True)
-    return torch.where(mass_B1 > 0, difference_BV / mass_B1, p_BV)
+def take_away(p_BV: Tensor, q_BV: Tensor, scale_B1: Tensor) -> Tensor:
+    """p <- max(p − scale q, 0), in place; its sum [B, 1]."""
+    return p_BV.addcmul_(q_BV, scale_B1, value=-1).clamp_min_(0).sum(-1, keepdim=True)
 
 
-def without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
-    """q with token x taken out and the rest renormalised; all zeros when x was all there was."""
-    rest_BV = q_BV.scatter(1, x_B1, 0.0)
-    mass_B1 = rest_BV.sum(dim=-1, keepdim=True)
-    return torch.where(mass_B1 > 0, rest_BV / mass_B1, 0)
+def take_out(q_BV: Tensor, x_B1: Tensor) -> Tensor:
+    """q <- q without token x, in place; its sum [B, 1]."""
+    return q_BV.scatter_(1, x_B1, 0.0).sum(-1, keepdim=True)
 
 
 def draw_without_replacement(q_BV: Tensor, u_BC: Tensor) -> tuple[Tensor, Tensor]:
     """C tokens [B, C] drawn one after the other without replacement, and which of them exist (q may have fewer)."""
-    tokens, exist = [], []
+    tokens, exist, left_BV = [], [], q_BV.clone()
     for c in range(u_BC.shape[1]):
-        exist.append(q_BV.amax(dim=-1) > 0)
-        token_B = draw(q_BV, u_BC[:, c])
+        exist.append(left_BV.amax(dim=-1) > 0)
+        token_B = draw(left_BV, u_BC[:, c])
         tokens.append(token_B)
-        q_BV = q_BV.scatter(1, token_B[:, None], 0.0)
+        left_BV.scatter_(1, token_B[:, None], 0.0)
     return torch.stack(tokens, dim=1), torch.stack(exist, dim=1)
