@@ -7,7 +7,8 @@
 # Each was trained in stages: on data/ alone, then on tasks/ too, of which there were 27 shards then; eagle3 and exit_adapter
 # then smaller, and with mtp on ten shards of each text, which is what there was time for; eagle3 and exit_adapter once more
 # on 22 of each. eagle3, hydra and independent then on all there was, requests/ included (6 of its 33 shards were there), and
-# last on tasks/ and all of requests/. A stage begins with the weights of the one before it.
+# on tasks/ and all of requests/; last, every draft on those two with a loss that is acceptance itself where drafts are accepted
+# (lk_hybrid). A stage begins with the weights of the one before it.
 # Killed at any point, the same command goes on; what is finished is not trained again. What is given here goes to every
 # stage; OUT is where the drafts go.
 set -eu
@@ -57,26 +58,39 @@ stage wider/eagle3 eagle3 "$both" data_shards=22 "train.begin_with=$OUT/small/ea
     +draft.intermediate_size=1152 train.steps=1400 train.learning_rate=5e-4
 stage people/eagle3 eagle3 "$all" "train.begin_with=$OUT/wider/eagle3" +draft.own_head=false +draft.intermediate_size=1152 \
     train.steps=1500 train.learning_rate=5e-4
-stage eagle3 eagle3 "$later" "train.begin_with=$OUT/people/eagle3" +draft.own_head=false +draft.intermediate_size=1152 \
-    train.steps=1200 train.learning_rate=5e-4
+stage requests/eagle3 eagle3 "$later" "train.begin_with=$OUT/people/eagle3" +draft.own_head=false \
+    +draft.intermediate_size=1152 train.steps=1200 train.learning_rate=5e-4
+stage eagle3 eagle3 "$later" "train.begin_with=$OUT/requests/eagle3" +draft.own_head=false +draft.intermediate_size=1152 \
+    train.loss=lk_hybrid train.steps=1200 train.learning_rate=3e-4
 stage small/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/both/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=1000 train.learning_rate=1.5e-3
 stage smaller/exit_adapter exit_adapter "$both" data_shards=10 "train.begin_with=$OUT/small/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=800 train.learning_rate=1e-3
-stage exit_adapter exit_adapter "$both" data_shards=22 "train.begin_with=$OUT/smaller/exit_adapter" \
+stage wider/exit_adapter exit_adapter "$both" data_shards=22 "train.begin_with=$OUT/smaller/exit_adapter" \
     +draft.exit_layer=2 +draft.feed_forward=false train.steps=1200 train.learning_rate=7e-4
-stage mtp mtp "$both" data_shards=10 "train.begin_with=$OUT/first/mtp" train.steps=1000 train.learning_rate=1e-3
+stage exit_adapter exit_adapter "$later" "train.begin_with=$OUT/wider/exit_adapter" +draft.exit_layer=2 \
+    +draft.feed_forward=false train.loss=lk_hybrid train.steps=1000 train.learning_rate=3e-4
+stage both/mtp mtp "$both" data_shards=10 "train.begin_with=$OUT/first/mtp" train.steps=1000 train.learning_rate=1e-3
+stage mtp mtp "$later" "train.begin_with=$OUT/both/mtp" train.loss=lk_hybrid train.steps=800 train.learning_rate=5e-4
 stage both/hydra hydra "$both" data_shards=27 "train.begin_with=$OUT/first/hydra" +draft.num_heads=2 train.steps=4000 \
     train.learning_rate=2e-3
 stage people/hydra hydra "$all" "train.begin_with=$OUT/both/hydra" +draft.num_heads=2 train.steps=3000 \
     train.learning_rate=7e-4
-stage hydra hydra "$later" "train.begin_with=$OUT/people/hydra" +draft.num_heads=2 train.steps=1600 train.learning_rate=7e-4
-stage medusa medusa "$both" data_shards=27 "train.begin_with=$OUT/first/medusa" train.steps=600 train.learning_rate=1.5e-3
+stage requests/hydra hydra "$later" "train.begin_with=$OUT/people/hydra" +draft.num_heads=2 train.steps=1600 \
+    train.learning_rate=7e-4
+stage hydra hydra "$later" "train.begin_with=$OUT/requests/hydra" +draft.num_heads=2 train.loss=lk_hybrid train.steps=1600 \
+    train.learning_rate=2e-4
+stage both/medusa medusa "$both" data_shards=27 "train.begin_with=$OUT/first/medusa" train.steps=600 \
+    train.learning_rate=1.5e-3
+stage medusa medusa "$later" "train.begin_with=$OUT/both/medusa" train.loss=lk_hybrid train.steps=600 \
+    train.learning_rate=5e-4
 stage both/independent independent "$both" data_shards=27 "train.begin_with=$OUT/first/independent" \
     +draft.hidden_size=256 +draft.intermediate_size=640 train.steps=1200 train.learning_rate=1.5e-3
 stage people/independent independent "$all" "train.begin_with=$OUT/both/independent" +draft.hidden_size=256 \
     +draft.intermediate_size=640 train.steps=1700 train.learning_rate=7e-4
-stage independent independent "$later" "train.begin_with=$OUT/people/independent" +draft.hidden_size=256 \
+stage requests/independent independent "$later" "train.begin_with=$OUT/people/independent" +draft.hidden_size=256 \
     +draft.intermediate_size=640 train.steps=1400 train.learning_rate=7e-4
+stage independent independent "$later" "train.begin_with=$OUT/requests/independent" +draft.hidden_size=256 \
+    +draft.intermediate_size=640 train.loss=lk_hybrid train.steps=1200 train.learning_rate=3e-4
 stage layerskip layerskip "data=$text/data" +draft.exit_layer=8 "+draft.exits=[4,6,8,12]" +draft.rotation=2 \
     +draft.lora_rank_below=24 +draft.lora_rank=4 "+draft.validate_exits=[4,6,12]"
