@@ -11,7 +11,6 @@ On the CPU one look at the match cuts the draft to what was copied: a round with
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,9 @@ from selfspec.target import Target
 if TYPE_CHECKING:
     from selfspec.decoding.drafting import Drafting
     from selfspec.decoding.rows import Rows
+
+
+MOST_PER_MATCH = 1_000_000  # more than any lookahead
 
 
 @dataclass
@@ -47,8 +49,11 @@ class NGram:
     def __init__(self, max_match: int = 3, min_match: int = 1, num_per_match: float | None = None) -> None:
         if not 1 <= min_match <= max_match:
             raise UserError(f"min_match={min_match} and max_match={max_match}: allowed is 1 <= min_match <= max_match.")
-        if num_per_match is not None and not 1 <= num_per_match < math.inf:
-            raise UserError(f"num_per_match={num_per_match} is not possible: allowed is a number from 1, or null.")
+        if num_per_match is not None and not 1 <= num_per_match <= MOST_PER_MATCH:
+            raise UserError(
+                f"num_per_match={num_per_match} is not possible: allowed is a number from 1 to {MOST_PER_MATCH:,}, or "
+                "null."
+            )
         self.max_match, self.min_match, self.num_per_match = max_match, min_match, num_per_match
 
     def start(self, rows: Rows) -> None:
@@ -67,7 +72,8 @@ class NGram:
     def copy(self, rows: Rows, num_drafted: int) -> Draft:
         """Up to `num_drafted` tokens per row, none where there is no match."""
         tokens_BS = rows.tokens_BS
-        num_slots, longest = tokens_BS.shape[1], self.max_match
+        num_slots = tokens_BS.shape[1]
+        longest = min(self.max_match, num_slots)
         last_B1 = rows.lengths_B[:, None]  # index of the pending token
         slots_S = torch.arange(num_slots, device=rows.device)
         nothing_BS = F.pad(tokens_BS, (longest, 0), value=-1)  # in front of the first token, which matches nothing

@@ -26,7 +26,8 @@ def draw(weights_BV: Tensor, u_B: Tensor) -> Tensor:
     V = weights_BV.shape[-1]
     bits = 62 - (V - 1).bit_length()
     largest_B1 = weights_BV.amax(-1, keepdim=True).double().clamp_min(torch.finfo(torch.float64).tiny)
-    integers_BV = weights_BV.to(torch.float64, copy=True).div_(largest_B1 * 2.0**-bits).round_().to(torch.int64)
+    # two steps: largest * 2**-bits may be 0
+    integers_BV = weights_BV.to(torch.float64, copy=True).div_(largest_B1).mul_(2.0**bits).round_().to(torch.int64)
     cumulative_BV = integers_BV.cumsum(-1)
     total_B = cumulative_BV[:, -1]
     target_B = torch.minimum((u_B.double() * total_B.double()).to(torch.int64), total_B - 1)

@@ -80,7 +80,7 @@ def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[st
             f"| the same by draft position | {_by_position(held_out['alpha_by_position'])} |",
             f"| τ at T=1, from these (positions taken as independent) | {held_out['sampled_tau']:.3f} |",
             f"| greedy agreement | {held_out['greedy_agreement']:.3f} |",
-            f"| greedy τ, lookahead {held_out['lookahead']} (bonus token included) | {held_out['greedy_tau']:.3f} |",
+            f"| greedy τ, lookahead {held_out['lookahead']} (bonus token included) | {_tau(held_out['greedy_tau'])} |",
             "| greedy acceptance by draft position, given that the earlier ones were accepted "
             f"| {_by_position(held_out['greedy_acceptance_by_position'])} |",
             *_on_training_text(facts),
@@ -113,9 +113,15 @@ def _on_training_text(facts: dict[str, Any]) -> list[str]:
         return []
     return [
         "",
-        f"On {seen['answer_tokens']:,} answer tokens that it was trained on: α {seen['alpha']:.3f}, greedy τ "
-        f"{seen['greedy_tau']:.3f}. What that is above held-out text was learned by heart; more text would help.",
+        f"On {seen['answer_tokens']:,} answer tokens of the text it was trained on: α {seen['alpha']:.3f}, greedy τ "
+        f"{_tau(seen['greedy_tau'])}. At most what that is above held-out text was learned by heart; the two samples "
+        "are not mixed alike.",
     ]
+
+
+def _tau(tau: float) -> str:
+    """A round has its bonus token, so that less than 1 says that no answer of the sample was greedy."""
+    return f"{tau:.3f}" if tau >= 1 else "—"
 
 
 def _part(manifest: dict[str, Any]) -> str:

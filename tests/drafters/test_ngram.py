@@ -72,9 +72,17 @@ def test_impossible_match_lengths_are_refused():
     for options in ({"max_match": 0}, {"max_match": 2, "min_match": 3}, {"min_match": 0}):
         with pytest.raises(UserError, match="1 <= min_match <= max_match"):
             build_drafter("ngram", TARGET, **options)
-    for number in (0, 0.5, float("nan"), float("inf")):
+    for number in (0, 0.5, float("nan"), float("inf"), 1e20):
         with pytest.raises(UserError, match="num_per_match=.* is not possible"):
             build_drafter("ngram", TARGET, num_per_match=number)
+
+
+def test_a_match_is_looked_up_as_far_as_the_row_goes_and_no_farther():
+    """The comparison of every slot with the row's last tokens would be as wide as what was asked for."""
+    rows = Rows(TARGET, 1, 64)
+    rows.place(0, [5, 6, 7, 5, 6], 8, 0)
+    draft = build_drafter("ngram", TARGET, max_match=10**10, num_per_match=1_000_000).copy(rows, 2)
+    assert draft.tokens_BK.tolist() == [[7, 5]] and draft.num_drafted_B.tolist() == [2]
 
 
 def test_the_buffer_behind_the_committed_tokens_is_never_copied_from():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from selfspec.sampling.distribution import draw, probabilities
@@ -52,6 +53,13 @@ def test_rare_token_at_the_end_of_a_large_vocabulary_keeps_its_probability() -> 
         assert int(draw(weights, torch.tensor([u], dtype=torch.float64))) == token
     float32_sum = np.cumsum(weights.numpy()[0], dtype=np.float32)
     assert abs(float32_sum[-1] - float32_sum[-2] - 1e-7) > 1e-8, "negative control: a float32 running sum misses it"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-300, 2e-308, 1e300])
+def test_a_weight_of_zero_never_comes_out_however_small_the_others_are(scale: float) -> None:
+    weights = torch.tensor([[1.0, 0.0, 3.0]], dtype=torch.float64).expand(1000, -1) * scale
+    u = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    assert torch.bincount(draw(weights, u), minlength=3).tolist() == [250, 0, 750]
 
 
 def test_bad_rows_give_nan_and_some_valid_index() -> None:

@@ -63,7 +63,7 @@ def test_training_lowers_the_loss_and_leaves_a_loadable_draft_with_its_card(
     assert "the command" in card
     seen = facts["on_training_text"]
     assert seen["alpha"] > summary["alpha"], "a few chats read many times are learned by heart"
-    assert f"it was trained on: α {seen['alpha']:.3f}, greedy τ {seen['greedy_tau']:.3f}" in card
+    assert f"of the text it was trained on: α {seen['alpha']:.3f}, greedy τ {seen['greedy_tau']:.3f}" in card
     draft = tiny_models.LlamaForCausalLM.from_pretrained(out)
     assert draft.config.vocab_size == chat_target.vocab_size
     assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
