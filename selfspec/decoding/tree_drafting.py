@@ -152,9 +152,9 @@ class Tables:
         num = shape.num_nodes
         self.most_children = most = max(len(one) for one in shape.children)
         places = {node: place for place, node in enumerate(node for node in range(num) if shape.children[node])}
-        self.drawn_from_N = torch.tensor([places.get(node, 0) for node in range(num)], device=device)  # a leaf's: any
         # the place of each node among those with children, a leaf's behind them all
         self.expanded_N = torch.tensor([places.get(node, len(places)) for node in range(num)], device=device)
+        self.drawn_from_N = self.expanded_N.clamp(max=len(places) - 1)  # of leaves, which draw nothing, any place
         self.parents_N = torch.tensor([0, *shape.parents], device=device)
         self.ranks_N = torch.tensor([0, *shape.ranks], device=device)
         children = [[*one, *[0] * (most - len(one))] for one in shape.children]

@@ -44,14 +44,17 @@ def write_card(
     }
     text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     write_atomically(folder / SUMMARY, lambda partial: partial.write_text(text))
-    write_atomically(folder / "README.md", lambda partial: partial.write_text(_readme(facts, log, notes)))
+    write_atomically(folder / "README.md", lambda partial: partial.write_text(card_text(facts, log, notes)))
 
 
-def _readme(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[str]) -> str:
+def card_text(facts: dict[str, Any], log: list[dict[str, Any]], notes: Sequence[str]) -> str:
     held_out, target = facts["held_out"], facts["target"]
     curve = [record for record in log if "held_out_alpha" in record]
-    measures = ("alpha", "greedy_agreement", "greedy_tau")
-    rows = [" | ".join([f"| {r['step']}", *(f"{r[f'held_out_{m}']:.3f}" for m in measures), ""]).strip() for r in curve]
+    rows = [
+        f"| {r['step']} | {r['held_out_alpha']:.3f} | {r['held_out_greedy_agreement']:.3f} "
+        f"| {_tau(r['held_out_greedy_tau'])} |"
+        for r in curve
+    ]
     return "\n".join(
         [
             f"# {facts['kind']} draft for {target['name']}",

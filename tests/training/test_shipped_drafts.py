@@ -1,4 +1,6 @@
-"""The committed script that trains the shipped drafts is what their cards say that they were trained by."""
+"""The committed script that trains the shipped drafts is what their cards say that they were trained by, and the cards
+are what was recorded.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from safetensors.torch import load_file
 
 from selfspec.config import conf_dir
 from selfspec.target.packed import exact_in_half
+from selfspec.training.card import card_text
 from selfspec.training.config import MakeDataConfig, TrainJobConfig, resolve_job
 from selfspec.training.data import load_dataset
 
 ROOT = Path(__file__).parent.parent.parent
 SMOLLM2 = ROOT / "experiments" / "smollm2"
 DRAFTS = sorted(path.parent for path in SMOLLM2.glob("drafts/*/training.json"))
+FOR_THE_BASE = [folder for folder in DRAFTS if folder.name != "layerskip"]  # which is a target of its own
 MOST_BYTES = 45_000_000  # of all shipped drafts together
 NOT_THE_DRAFTS = ("begin_with", "autocast", "log_every", "checkpoint_every")
 
@@ -59,9 +63,27 @@ def test_the_script_trains_each_draft_as_its_card_says(folder: Path, stages: dic
         assert dataset.total(what) == facts[what]
 
 
-@pytest.mark.parametrize(
-    "folder", [folder for folder in DRAFTS if folder.name != "layerskip"], ids=lambda one: one.name
-)
+def facts_and_log(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return json.loads((folder / "training.json").read_text()), [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("folder", FOR_THE_BASE, ids=lambda one: one.name)
+def test_a_card_is_what_its_facts_and_its_log_say(folder: Path):
+    """But for the line that names the data folders in the order given: the facts are sorted."""
+    shipped, made = (folder / "README.md").read_text(), card_text(*facts_and_log(folder), notes=[])
+    assert [x for x in shipped.splitlines() if x[:6] != "Data: "] == [x for x in made.splitlines() if x[:6] != "Data: "]
+
+
+def test_a_card_shows_no_greedy_tau_where_no_answer_was_greedy():
+    facts, log = facts_and_log(FOR_THE_BASE[0])
+    facts["held_out"]["greedy_tau"] = facts["on_training_text"]["greedy_tau"] = log[-1]["held_out_greedy_tau"] = 0.0
+    card = card_text(facts, log, notes=[])
+    assert "(bonus token included) | — |" in card and "greedy τ —. At most" in card
+    assert card.splitlines()[-1].endswith("| — |"), "the last line of the curve"
+
+
+@pytest.mark.parametrize("folder", FOR_THE_BASE, ids=lambda one: one.name)
 def test_float16_holds_each_matrix_of_a_draft_so_that_a_cpu_reads_half_the_bytes(folder: Path):
     weights = load_file(folder / "model.safetensors")
     matrices = {name: tensor for name, tensor in weights.items() if tensor.dim() == 2}

@@ -181,9 +181,10 @@ def take_out(q_BV: Tensor, x_B1: Tensor) -> Tensor:
 def draw_without_replacement(q_BV: Tensor, u_BC: Tensor) -> tuple[Tensor, Tensor]:
     """C tokens [B, C] drawn one after the other without replacement, and which of them exist (q may have fewer)."""
     tokens, exist, left_BV = [], [], q_BV.clone()
+    sum_B1 = left_BV.sum(-1, keepdim=True)
     for c in range(u_BC.shape[1]):
-        exist.append(left_BV.amax(dim=-1) > 0)
+        exist.append(sum_B1[:, 0] > 0)
         token_B = draw(left_BV, u_BC[:, c])
         tokens.append(token_B)
-        left_BV.scatter_(1, token_B[:, None], 0.0)
+        sum_B1 = take_out(left_BV, token_B[:, None])
     return torch.stack(tokens, dim=1), torch.stack(exist, dim=1)
